@@ -1,5 +1,5 @@
-"""tensorferry side by side with its peers: fio, plain Python, torch and DeepSpeed.
+"""Benchmarks that compare tensorferry with fio, plain Python, torch and DeepSpeed.
 
-``python -m benchmarks`` runs every scenario; README.md says what each one measures and by which
-rules.
+``python -m benchmarks`` runs every scenario. README.md describes what each scenario measures and the rules of the
+measurements.
 """

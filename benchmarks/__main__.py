@@ -1,4 +1,4 @@
-"""``python -m benchmarks [name ...]``: run scenarios, print tables, and keep JSON."""
+"""``python -m benchmarks [name ...]``: run scenarios, print tables, and write JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tensorferry.tuning.workers import UnavailableError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_PIPED_WIDTH = 160
+_PIPED_WIDTH = 160  # columns of the output if it is not a terminal
 _HUGE_PAGE_NBYTES = 2 * MIB
 
 
@@ -35,8 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.directory.is_dir():
-        parser.error(f"--directory: {options.directory} is no directory")
-    signal.signal(signal.SIGTERM, _interrupt)  # leave as after Ctrl-C: files and mounts removed
+        parser.error(f"--directory: {options.directory} is not a directory")
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does. The context managers then remove files, mounts and huge pages.
+    signal.signal(signal.SIGTERM, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     description = machine.describe(options.directory) | {"fio": fio.version()}
     console.print(machine.summary(description))
@@ -46,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = {name: getattr(options, name) for name in names}
     with contextlib.ExitStack() as stack:
         if chosen["nbytes"] >= 64 * MIB:
-            stack.enter_context(only_benchmark(lambda: console.print("another benchmark runs")))
+            stack.enter_context(
+                only_benchmark(lambda: console.print("waiting until another benchmark ends"))
+            )
         stack.enter_context(reserved_huge_pages(options.huge_pages))
         settings = Settings(
             options.directory.resolve(),
@@ -59,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
                 outcomes[name] = SCENARIOS[name](settings)
             except (UnavailableError, MeasurementError, WorkerError) as reason:
                 outcomes[name] = Outcome(notes=[str(reason)])
-                if name in options.names:  # asked for: that it did not run must be noticed
+                # A scenario that was named on the command line has to run. Without names, a note is enough.
+                if name in options.names:
                     status = 1
             for note in outcomes[name].notes:
                 console.print(f"{name}: {note}", style="dim")
@@ -72,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """A comparison's table, best first, and what failed in it."""
+    """Print the table of a comparison, best contender first, and the contenders that failed."""
     console.print(comparison_table(comparison))
     for row in comparison.rows:
         if not row.usable:
@@ -80,7 +84,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_figures(console: Console, figures: list[Figure]) -> None:
-    """The promises, and whether this run met them."""
+    """Print the figures with their targets, and whether this run met the targets."""
     table = Table(title="Figures", title_justify="left")
     for heading in ("what", "target", "measured", "min .. max", "", "note"):
         table.add_column(heading, justify="left" if heading in ("what", "note") else "right")
@@ -101,7 +105,7 @@ def print_figures(console: Console, figures: list[Figure]) -> None:
 def as_json(
     description: dict[str, Any], settings: dict[str, Any], outcomes: dict[str, Outcome]
 ) -> dict[str, Any]:
-    """A whole run, every sample of it."""
+    """Return a run with every sample, ready for JSON."""
     return {
         "machine": description,
         "settings": settings,
@@ -115,8 +119,9 @@ def as_json(
 
 @contextlib.contextmanager
 def only_benchmark(waiting: Callable[[], object]) -> Iterator[None]:
-    """Wait, after a call of ``waiting``, until no other benchmark of ours runs on this machine."""
-    # The folder itself is locked: in one that everybody may write to, a file's name may be anybody's link.
+    """Hold a lock that lets one benchmark run on this machine; if another one holds it, call ``waiting`` and wait."""
+    # Lock the temporary directory instead of a file in it. All users can write to that directory, so the name of a lock
+    # file could be another user's symbolic link.
     folder = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -131,9 +136,9 @@ def only_benchmark(waiting: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserved_huge_pages(wanted: bool) -> Iterator[None]:
-    """Reserve huge pages for fio's buffers as long as the benchmark runs (root only).
+    """Reserve huge pages for fio's buffers while the benchmark runs (root only).
 
-    Memory in huge pages makes a large difference to fio, so a comparison without it would flatter us.
+    Buffers in huge pages make fio much faster on some drives, so a comparison without them would favour tensorferry.
     """
     setting = fio.HUGE_PAGES / "nr_hugepages"
     needed = max(c.memory_nbytes for c in LARGE if c.huge_pages) // _HUGE_PAGE_NBYTES + 8
@@ -146,7 +151,8 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
         yield
     finally:
         if reserved:
-            # what we added, and no more: another benchmark may have added its own meanwhile
+            # Subtract the pages that were added here. Restoring the old number would also remove pages that another
+            # program has reserved since.
             setting.write_text(str(max(0, int(setting.read_text()) - needed)))
 
 
@@ -156,17 +162,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare tensorferry with fio, plain Python, torch and DeepSpeed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    every = "scenarios to run; all if none is named: " + ", ".join(SCENARIOS)
+    every = "scenarios to run (all by default): " + ", ".join(SCENARIOS)
     parser.add_argument("names", nargs="*", choices=[*SCENARIOS, []], metavar="name", help=every)
     switch = argparse.BooleanOptionalAction
     for name, default, how, text in (
-        ("directory", Path.cwd(), {"type": Path}, "where files are made, and removed again"),
+        ("directory", Path.cwd(), {"type": Path}, "directory for temporary files"),
         ("rounds", 7, {"type": int}, "measurements of each contender"),
-        ("nbytes", GIB, {"type": int}, "size of the large tensor"),
-        ("parameters", Settings.parameters, {"type": int}, "of the model that is offloaded"),
+        ("nbytes", GIB, {"type": int}, "size of the large tensor, in bytes"),
+        ("parameters", Settings.parameters, {"type": int}, "parameters of the offloaded model"),
         ("huge-pages", True, {"action": switch}, "let fio use huge pages; root reserves them"),
-        ("deepspeed", True, {"action": switch}, "compare with DeepSpeed where it is installed"),
-        ("json", None, {"type": Path}, "keep every sample in this file"),
+        ("deepspeed", True, {"action": switch}, "compare with DeepSpeed if it is installed"),
+        ("json", None, {"type": Path}, "write every sample to this file"),
     ):
         parser.add_argument(f"--{name}", default=default, help=text, **how)
     return parser

@@ -1,7 +1,11 @@
-"""A scenario at work: where its files are, its workers, what it compares, and which figures it promises.
+"""The environment of a scenario: its directory, its worker processes, its comparisons, and the figures it promises.
 
-A scenario is a function that gets a bench. :func:`scenario` makes of it what ``SCENARIOS`` has, a function from
-settings to an ``Outcome``. What is measured, and how, is ``tensorferry.tuning``'s, as for `tensorferry bench`.
+A scenario is a function that receives a :class:`Bench`. The decorator :func:`scenario` turns it into a function that
+receives :class:`Settings` and returns an :class:`Outcome`, which is the form that ``SCENARIOS`` needs. The measuring
+itself is in ``tensorferry.tuning``; `tensorferry bench` uses the same code. A *comparison* measures several
+*contenders*, which are ways to do the same work. In each *round*, every contender is measured once. The kind of a
+contender is "ours" for tensorferry, "fio", "peer" for another library or program, or "limit" for work that is known to
+be faster, such as the same step in memory.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ if TYPE_CHECKING:
     Prepare = Callable[[Path], None]
 
 MIB, GIB = 1 << 20, 1 << 30
-# Idle threads of torch's pool spin for a while after each operation, and would count as the next one's CPU time.
-# DeepSpeed must not build all its ops when it is imported.
+# Idle threads of torch's OpenMP pool spin for a while after each operation, which would count as CPU time of the next
+# contender: hence one thread. DS_BUILD_OPS=0 keeps DeepSpeed from compiling all its ops. TENSORFERRY_PROFILES=0 makes
+# tensorferry use its default settings instead of those that `tensorferry tune` has stored on this machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TENSORFERRY_PROFILES": "0"}
 
 Config = fio.Config
-LARGE = [  # what a large transfer is compared with
+LARGE = [  # fio's configurations for comparisons with a large transfer
     Config("io_uring", MIB, 32),
     Config("io_uring", MIB, 128),
     Config("io_uring", MIB, 32, registered=True),
@@ -53,7 +58,7 @@ LARGE = [  # what a large transfer is compared with
     Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
     Config("libaio", MIB, 32, huge_pages=True),
 ]
-# The best of them, for what takes longer.
+# The best of these, for comparisons that take longer.
 FEW = [
     Config("io_uring", MIB, 32),
     Config("io_uring", MIB, 128),
@@ -65,7 +70,11 @@ FEW = [
 
 @dataclass(frozen=True)
 class Settings:
-    """How the scenarios run; the command line fills it."""
+    """The options of a run, from the command line.
+
+    ``told`` receives the progress (see ``tensorferry.tuning.rounds.take_turns``), and ``finished`` receives each
+    comparison when it is complete.
+    """
 
     directory: Path
     rounds: int = 7
@@ -78,13 +87,13 @@ class Settings:
 
     @property
     def smoke(self) -> bool:
-        """Whether sizes are too small for the numbers to mean anything (the tests do this)."""
+        """Whether sizes are too small for meaningful figures, as in the tests."""
         return self.nbytes < 64 * MIB
 
 
 @dataclass
 class Figure:
-    """One promise about speed, and what was measured for it."""
+    """A figure with the target that a scenario promises to meet, and the measured value."""
 
     what: str
     relation: Literal[">=", "<="]
@@ -95,7 +104,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Whether the median keeps it."""
+        """Whether the measured median meets the target: "met", "missed" or "not measured"."""
         if self.measured is None:
             return "not measured"
         kept = (
@@ -104,7 +113,7 @@ class Figure:
         return "met" if kept else "missed"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
+        """Return the figure, ready for JSON."""
         found = self.measured
         reach = [found.low, found.high] if isinstance(found, Estimate) else None
         return vars(self) | {"range": reach, "verdict": self.verdict}
@@ -112,7 +121,7 @@ class Figure:
 
 @dataclass
 class Outcome:
-    """What a scenario found."""
+    """The results of a scenario."""
 
     comparisons: list[Comparison] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -121,7 +130,7 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """What a scenario works with, and fills: its outcome."""
+    """The environment of a scenario, and the outcome that the scenario fills."""
 
     settings: Settings
     directory: Path
@@ -130,7 +139,7 @@ class Bench:
 
     @property
     def nbytes(self) -> int:
-        """The size of what is large."""
+        """The size of the large tensor."""
         return self.settings.nbytes
 
     @property
@@ -138,7 +147,7 @@ class Bench:
         return self.settings.smoke
 
     def worker(self, peer: type | str, **named: Any) -> Worker:
-        """Return a process with such an object, by its class or as "module:Class"."""
+        """Return a worker process that holds an object of a class, given as the class or as "module:Class"."""
         target = peer if isinstance(peer, str) else f"{peer.__module__}:{peer.__name__}"
         self.workers.append(Worker(target, environment=ENVIRONMENT, **named))
         return self.workers[-1]
@@ -155,7 +164,11 @@ class Bench:
         unit: str = "GB/s",
         rounds: int | None = None,
     ) -> Comparison:
-        """Measure contenders in rounds, and keep what was found; they are given by label, or whole as ``more``."""
+        """Measure contenders in rounds, and add the comparison to the outcome.
+
+        ``ours``, ``peer`` and ``limit`` map the labels of contenders of that kind to the functions that measure them;
+        ``more`` has contenders of any kind.
+        """
         contenders = [*contenders_of("ours", ours), *contenders_of("peer", peer)]
         contenders += [*contenders_of("limit", limit), *more]
         comparison = Comparison(name, rules, unit)
@@ -173,7 +186,10 @@ class Bench:
         prepare: Prepare = make_cold,
         options: Sequence[str] = (),
     ) -> list[Contender]:
-        """fio's reads of a file, prepared before each; or writes of one that is new, and gone afterwards."""
+        """Return contenders in which fio reads a file, or writes a fresh one.
+
+        ``prepare`` is applied to the file before each read. The written file is removed after each measurement.
+        """
 
         def measure(config: Config) -> Sample:
             (remove if kind == "write" else prepare)(path)
@@ -185,7 +201,7 @@ class Bench:
         return self.each_fio(configs, lambda config, _: measure(config))
 
     def synced_fio(self, configs: Sequence[Config], nbytes: int) -> list[Contender]:
-        """fio's writes of fresh files, in whole blocks, with the fsync that everybody's end with."""
+        """Return contenders in which fio writes fresh files, in full blocks of 4 MiB, with an fsync at the end."""
         whole = nbytes - nbytes % (4 * MIB)
         return self.fio(
             configs, self.directory / "target", "write", whole, options=("--end_fsync=1",)
@@ -194,14 +210,17 @@ class Bench:
     def each_fio(
         self, configs: Sequence[Config], measure: Callable[[Config, int], Sample]
     ) -> list[Contender]:
-        """A contender for each configuration that this machine can run, of what measures it in a round."""
+        """Return a contender for each configuration that this machine can run.
+
+        ``measure`` receives the configuration and the round's number.
+        """
         return [
             Contender(c.label, "fio", lambda number, c=c: measure(c, number), c.tags)  # type: ignore[misc]
             for c in self.usable(configs)
         ]
 
     def usable(self, configs: Sequence[Config]) -> list[Config]:
-        """Those configurations this machine can run: all but the huge-page ones where none are free."""
+        """Return the configurations that this machine can run: those with huge pages need enough free ones."""
         if not fio.installed():
             return []
         if self.smoke:
@@ -210,50 +229,53 @@ class Bench:
         return [c for c in configs if not c.huge_pages or c.memory_nbytes <= free]
 
     def rounds_at_most(self, most: int) -> int:
-        """The rounds of what takes long, or varies little."""
+        """Return the number of rounds for a comparison that takes long or varies little."""
         return min(most, self.settings.rounds)
 
     def note(self, text: str) -> None:
-        """Say something, once."""
+        """Add a note to the outcome, unless it is there already."""
         if text not in self.outcome.notes:
             self.outcome.notes.append(text)
 
     def at_least(
         self, what: str, target: float, measured: float | None, note: str = "", unit: str = ""
     ) -> None:
-        """Promise that what was measured is no less than the target."""
+        """Add a figure to the outcome: the measured value must be at least the target."""
         self.outcome.figures.append(Figure(what, ">=", target, measured, unit, note))
 
     def at_most(
         self, what: str, target: float, measured: float | None, note: str = "", unit: str = ""
     ) -> None:
-        """Promise that what was measured is no more than the target."""
+        """Add a figure to the outcome: the measured value must be at most the target."""
         self.outcome.figures.append(Figure(what, "<=", target, measured, unit, note))
 
     def over_fio(self, what: str, target: float, comparison: Comparison, label: str) -> None:
-        """Promise a part of the best fio's speed."""
+        """Add a figure to the outcome: the speed of a contender as a fraction of that of fio's best configuration."""
         best = comparison.best("fio")
         if best is None:
-            self.note("fio is not installed: nothing to compare with")
-        note, small = comparison.described(best), comparison.best("fio", "small")
+            self.note("fio is not installed, so the figures that compare with it are missing")
+        note, small = comparison.describe(best), comparison.best("fio", "small")
         if small is not best:
-            note += f"; {comparison.described(small, 'with 4 KiB pages')}"
+            note += f"; {comparison.describe(small, 'with 4 KiB pages')}"
         self.at_least(what, target, comparison.over(label, best), note)
 
     def peak(self, what: str, limit_nbytes: float, comparison: Comparison, label: str) -> None:
-        """Promise how much peak memory grows at most."""
+        """Add a figure to the outcome: the growth of a contender's peak memory must not exceed a limit."""
         row = comparison.row(label)
         peak = row.peak_growth_nbytes if row else None
         self.at_most(what, limit_nbytes / MIB, None if peak is None else peak / MIB, unit="MiB")
 
     def deepspeed_wanted(self) -> bool:
-        """Whether DeepSpeed takes part; that it was left out is noted."""
+        """Return whether the settings include DeepSpeed; add a note if they exclude it."""
         if not self.settings.deepspeed:
-            self.note("DeepSpeed was left out on request")
+            self.note("DeepSpeed is left out: --no-deepspeed was given")
         return self.settings.deepspeed
 
     def leave_out(self, comparison: Comparison, label: str, missing: str) -> None:
-        """Have a note in place of the row of a contender that misses something which need not be there."""
+        """Replace the row of a contender that failed by a note, if its failure names an optional component.
+
+        ``missing`` is the text that identifies the component in the failure.
+        """
         for row in [
             r for r in comparison.rows if r.label == label and missing in (r.failure or "")
         ]:
@@ -264,19 +286,22 @@ class Bench:
     def on_drives(
         self, nbytes: int, rate: int | None = None, count: int = 1
     ) -> Iterator[list[Bench]]:
-        """The same bench on each of some drives over memory (root only), held to a rate where that is given."""
+        """Yield copies of this bench, each on its own drive over memory (root only).
+
+        ``rate`` limits the speed of each drive, in bytes per second, where the kernel allows that.
+        """
         with contextlib.ExitStack() as stack:
             mounted = [stack.enter_context(drives.loop_mounted(nbytes)) for _ in range(count)]
             if rate and not all(
                 stack.enter_context(drives.limited(each, rate)) for each in mounted
             ):
-                self.note(f"drives at full speed: {drives.LIMITS} cannot be written")
+                self.note(f"the drives run at full speed, because {drives.LIMITS} is not writable")
             workers = stack.enter_context(closing([]))
             yield [replace(self, directory=each, workers=workers) for each in mounted]
 
 
 def contenders_of(kind: Any, ways: Mapping[str, Measure] | None, *tags: str) -> list[Contender]:
-    """Contenders of one kind, of what measures each by its label."""
+    """Return contenders of one kind from a mapping of labels to the functions that measure."""
     return [Contender(label, kind, measure, tags) for label, measure in (ways or {}).items()]
 
 
@@ -290,10 +315,10 @@ def measured(
     clean: bool = False,
     **arguments: Any,
 ) -> Measure:
-    """What measures by one call of a worker.
+    """Return a function that measures by one call of a worker's method.
 
-    Each of the paths is prepared before, and with ``clean`` afterwards, too. An argument that is a function is given
-    the round's number.
+    ``prepare`` is applied to each of the paths before the call, and with ``clean`` also after it. ``arguments`` are
+    those of the method. An argument that is a function is called with the round's number, and its result is passed.
     """
 
     def prepare_all() -> None:
@@ -312,24 +337,30 @@ def measured(
 
 
 def first(number: int) -> bool:
-    """Whether this is the first round, in which what was written is checked."""
+    """Return whether this is the first round, in which written files are checked."""
     return number == 0
 
 
 def seeds(seed: int) -> Callable[[int], int]:
-    """Another seed for each round."""
+    """Return a function that gives each round a different seed."""
     return lambda number: seed + number
 
 
 def writes(target: Path, prepare: Prepare = remove, **everywhere: Any) -> Callable[..., Measure]:
-    """Return what makes of a worker, and arguments of its own, its writes of a file; the first one is checked."""
+    """Return a function that makes a measurement of a worker's writes to a file.
+
+    It receives the worker and further arguments for this worker. The file is checked after the first write.
+    """
     return lambda worker, **own: measured(
         *(worker, "write", prepare, [target]), path=target, check=first, **everywhere | own
     )
 
 
 def reads(source: Path, prepare: Prepare = make_cold, **everywhere: Any) -> Callable[..., Measure]:
-    """Return what makes of a worker, and arguments of its own, its reads of a file; each is checked by the worker."""
+    """Return a function that makes a measurement of a worker's reads of a file.
+
+    It receives the worker and further arguments for this worker. The worker checks the bytes of each read.
+    """
     return lambda worker, **own: measured(
         *(worker, "read", prepare, [source]), path=source, **everywhere | own
     )
@@ -337,7 +368,7 @@ def reads(source: Path, prepare: Prepare = make_cold, **everywhere: Any) -> Call
 
 @contextlib.contextmanager
 def bench_in(settings: Settings, outcome: Outcome) -> Iterator[Bench]:
-    """A bench with a scratch directory and workers, which are gone afterwards."""
+    """Yield a bench, and afterwards end its workers and remove its scratch directory."""
     with (
         scratch_directory(settings.directory, "tensorferry-bench-") as directory,
         closing([]) as workers,
@@ -346,7 +377,7 @@ def bench_in(settings: Settings, outcome: Outcome) -> Iterator[Bench]:
 
 
 def scenario(fill: Callable[[Bench], None]) -> Callable[[Settings], Outcome]:
-    """Make a scenario of a function that fills a bench's outcome; where it has no loop device, that is noted."""
+    """Make a scenario of a function that fills a bench's outcome; a missing loop device becomes a note."""
 
     @functools.wraps(fill)
     def run(settings: Settings) -> Outcome:

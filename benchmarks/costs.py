@@ -1,7 +1,8 @@
-"""``python -m benchmarks.costs``: what grows with the number of tensors, files and ranks, beside the original.
+"""``python -m benchmarks.costs``: the work for each tensor, file and rank, compared with torch and safetensors.
 
-Nearly no bytes are moved, so that what is measured is what is done for each tensor. Ours and the original do the same
-on the same files, in turn, in one process. Ratios are those of the medians, of seconds and of the processor's seconds.
+Each row does the same task with tensorferry and with the original function of torch or safetensors, in turns, in one
+process, on equal files. Nearly no bytes are moved, so the time is the work for each item. The ratio of times is that of
+the medians; the ratio of CPU times is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What is measured: ours, and the original."""
+    """The two functions of one row: tensorferry's, and the original of torch or safetensors."""
 
     ours: Callable[[], Any]
     original: Callable[[], Any]
 
 
 def headers_of_ranks(folder: Path, scale: float) -> Row:
-    """The metadata of 512 ranks' files of Hugging Face's format, with parts of 100 tensors each."""
+    """Read the metadata of a Hugging Face checkpoint: files of 512 ranks, each with parts of 100 tensors."""
     ranks, count = max(2, int(512 * scale)), max(2, int(100 * scale))
     tensors = {f"model.layers.{k}.weight": torch.zeros(4) for k in range(count)}
     for rank in range(ranks):
@@ -63,7 +64,7 @@ def headers_of_ranks(folder: Path, scale: float) -> Row:
 
 
 def chunks_of_metadata(folder: Path, scale: float) -> Row:
-    """`.metadata` of 102,400 chunks: 1024 tensors on 100 ranks."""
+    """Parse a `.metadata` file of 102,400 chunks: 1024 tensors on 100 ranks."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -91,17 +92,17 @@ def chunks_of_metadata(folder: Path, scale: float) -> Row:
 
 
 def views_of_one_storage(folder: Path, scale: float) -> Row:
-    """A load into 10,000 views of one storage."""
+    """Load into 10,000 views of one storage."""
     return _loads(folder, _views(int(10_000 * scale), 16))
 
 
 def load_tiny(folder: Path, scale: float) -> Row:
-    """A load of 20,000 tensors of 16 bytes."""
+    """Load 20,000 tensors of 16 bytes."""
     return _loads(folder, {str(k): torch.zeros(4) for k in range(int(20_000 * scale))})
 
 
 def save_tiny(folder: Path, scale: float) -> Row:
-    """A save of them."""
+    """Save 20,000 tensors of 16 bytes."""
     state = {str(k): torch.zeros(4) for k in range(int(20_000 * scale))}
 
     def save(writer: Any) -> None:
@@ -114,7 +115,7 @@ def save_tiny(folder: Path, scale: float) -> Row:
 
 
 def open_and_get(folder: Path, scale: float) -> Row:
-    """A safetensors file of 3,000 tensors is opened, and one of them taken, as accelerate does for each."""
+    """Open a safetensors file of 3,000 tensors and get one of them, as accelerate does for each tensor."""
     count = max(2, int(3000 * scale))
     tensors = {f"model.layers.{k}.mlp.weight": torch.zeros(4) for k in range(count)}
     path = folder / "model.safetensors"
@@ -128,7 +129,7 @@ def open_and_get(folder: Path, scale: float) -> Row:
 
 
 def stage_tiny(_folder: Path, scale: float) -> Row:
-    """A state of 20,000 tensors of 16 bytes is staged."""
+    """Stage a state of 20,000 tensors of 16 bytes."""
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
     state = {str(k): torch.zeros(4) for k in range(int(20_000 * scale))}
@@ -153,7 +154,7 @@ def _views(count: int, numel: int) -> dict[str, torch.Tensor]:
 
 
 def _loads(folder: Path, state: dict[str, torch.Tensor]) -> Row:
-    """Each reads what its own writer wrote."""
+    """Return loads of a state by both readers, each from a checkpoint that the same library wrote."""
     dcp.save(state, storage_writer=FileSystemWriter(folder / "ours"), no_dist=True)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "torch"), no_dist=True)
 
@@ -167,7 +168,7 @@ def _loads(folder: Path, state: dict[str, torch.Tensor]) -> Row:
 
 
 def compared(name: str, row: Row, rounds: int) -> Comparison:
-    """Measure both in turns; their first calls are not counted."""
+    """Measure both functions in turns. The first call of each is not counted."""
 
     def timed(call: Callable[[], Any]) -> Callable[[int], Sample]:
         def measure(_: int) -> Sample:
@@ -185,16 +186,19 @@ def compared(name: str, row: Row, rounds: int) -> Comparison:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.costs", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of tensors")
-    parser.add_argument("--directory", type=Path, help="for files; by default for temporary ones")
+    rows = f"rows to measure (all by default): {', '.join(ROWS)}"
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=rows)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each function")
+    scale = "factor for the numbers of tensors, files and ranks"
+    parser.add_argument("--scale", type=float, default=1.0, help=scale)
+    directory = "directory for temporary files (default: the system's)"
+    parser.add_argument("--directory", type=Path, help=directory)
     options = parser.parse_args(arguments)
     if unknown := set(options.rows) - ROWS.keys():
-        parser.error(f"ROW: there is no {', '.join(sorted(unknown))}")
+        parser.error(f"ROW: unknown name (got {', '.join(sorted(unknown))})")
     logging.disable()
     warnings.simplefilter("ignore")
-    print(f"{'':<22}{'ours s':>10}{'original s':>12}{'ratio':>8}{'of CPU s':>10}")
+    print(f"{'':<22}{'ours, s':>10}{'original, s':>12}{'ratio':>8}{'CPU ratio':>10}")
     for name in options.rows or ROWS:
         with (
             tempfile.TemporaryDirectory(dir=options.directory) as folder,

@@ -1,4 +1,7 @@
-"""Drives over memory, for root: ext4 on a loop device with direct I/O, as fast as processors, or held to a speed."""
+"""Drives over memory (root only), at full speed or with a limited rate.
+
+Each is an ext4 file system on a loop device with direct I/O, over a file in /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ LIMITS = Path("/sys/fs/cgroup/blkio")
 
 
 class NoLoopDeviceError(UnavailableError):
-    """This machine, or this user, cannot have a loop device; the message says why."""
+    """A loop device is not available on this machine or to this user; the message has the reason."""
 
 
 @contextlib.contextmanager
 def loop_mounted(nbytes: int) -> Iterator[Path]:
-    """An ext4 file system over memory; everything is undone afterwards."""
+    """Mount an ext4 file system over memory and yield its mount point; afterwards unmount it and detach its device."""
     if os.geteuid() != 0:
         raise NoLoopDeviceError("needs root, to attach a loop device and mount it")
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
@@ -38,9 +41,9 @@ def loop_mounted(nbytes: int) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(scratch_directory(_MEMORY_DIRECTORY, "tensorferry-bench-"))
         image, mount_point = home / "image", home / "mount"
-        with open(
-            image, "wb", buffering=0
-        ) as file:  # a hole's first touch would count as the device's time
+        # Write zeros instead of making a sparse file: tmpfs would allocate the pages of holes at the first write to
+        # them, and that time would count as the device's.
+        with open(image, "wb", buffering=0) as file:
             for start in range(0, nbytes, 8 * MIB):
                 file.write(bytes(min(8 * MIB, nbytes - start)))
         mount_point.mkdir()
@@ -54,7 +57,7 @@ def loop_mounted(nbytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def limited(drive: Path, nbytes_per_second: int) -> Iterator[bool]:
-    """Hold a drive to a speed each way; whether that could be done."""
+    """Limit a drive's rate of reads and of writes (cgroup v1), and yield whether that is possible here."""
     number = drive.stat().st_dev
     limits = [LIMITS / f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
     possible = all(os.access(limit, os.W_OK) for limit in limits)
@@ -75,7 +78,7 @@ def _output(*command: str) -> str:
 
 
 def _unmount(mount_point: str) -> None:
-    """Somebody may hold a file a moment longer; after ten seconds the mount goes when they do."""
+    """Unmount; while a process has a file open, retry for ten seconds, then detach the mount lazily (umount(8))."""
     for _ in range(100):
         if subprocess.run(["umount", mount_point], capture_output=True).returncode == 0:
             return

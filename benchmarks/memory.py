@@ -1,4 +1,4 @@
-"""Bytes that differ at every position of a file, memory that was touched, and the clock around a transfer."""
+"""Byte patterns that differ at every position of a file, touched memory, and the stopwatch around a transfer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK_WORDS = 1 << 18  # 2 MiB: the words made stay in the processor's cache
-_BLOCK_NBYTES = 64 * MIB
-_SLACK_NBYTES = 512 * MIB
+_CHUNK_WORDS = 1 << 18  # 2 MiB: a chunk of the pattern fits in the processor's cache
+_BLOCK_NBYTES = 64 * MIB  # files are written and compared in blocks of this size
+_SLACK_NBYTES = 512 * MIB  # free memory that touch_free_memory() leaves untouched
+# With free page reporting (Documentation/mm/free_page_reporting.rst of Linux) a virtual machine returns free memory to
+# its host, and pays for page faults of the host when it uses that memory again.
 _HOST_TAKES_MEMORY = Path("/sys/module/page_reporting").exists()
 
 
 class Stopwatch(stopwatch.Stopwatch):
-    """The stopwatch of ``tensorferry bench``; garbage of earlier samples is collected before it starts."""
+    """The stopwatch of ``tensorferry bench``, which collects the garbage of earlier samples before it starts."""
 
     def __enter__(self) -> Stopwatch:
         gc.collect()
@@ -35,17 +37,17 @@ class Stopwatch(stopwatch.Stopwatch):
         return self
 
     def result(self, nbytes: int, **details: Any) -> dict[str, Any]:
-        """The measurement as a worker sends it to the benchmark."""
+        """Return the measurement in the form that a worker sends to the benchmark."""
         names = ("seconds", "cpu_seconds", "peak_growth_nbytes")
         return {name: getattr(self, name) for name in names} | {"nbytes": nbytes} | details
 
     def as_value(self, value: float, nbytes: int = 0, **details: Any) -> dict[str, Any]:
-        """The same, where what counts is no throughput."""
+        """Return the measurement with ``value`` as its figure, instead of the throughput."""
         return self.result(nbytes) | {"value": value, "details": details}
 
 
-# Word i of a pattern is (seed + i) * an odd constant in 64-bit arithmetic: a block in the wrong place, a stale block or
-# a lost tail all show.
+# Word i of a pattern is (seed + i) times an odd constant in 64-bit arithmetic. A block at the wrong offset, a stale
+# block and a missing tail all differ from it.
 
 
 def fill(buffer: Any, seed: int, start: int = 0) -> None:
@@ -56,7 +58,7 @@ def fill(buffer: Any, seed: int, start: int = 0) -> None:
 
 
 def matches(buffer: Any, seed: int, start: int = 0) -> bool:
-    """Whether a byte buffer holds the pattern's bytes from ``start`` on."""
+    """Return whether a byte buffer holds the pattern's bytes from ``start`` on."""
     array = np.frombuffer(buffer, dtype=np.uint8)
     return all(
         np.array_equal(array[position : position + len(expected)], expected)
@@ -73,7 +75,7 @@ def _chunks(nbytes: int, seed: int, start: int) -> Iterator[tuple[int, np.ndarra
 
 
 def write_pattern(path: Path, nbytes: int, seed: int) -> None:
-    """Make a file of the pattern, and sync it."""
+    """Write the pattern to a file, and sync it."""
     with open(path, "wb", buffering=0) as file:
         for start in range(0, nbytes, _BLOCK_NBYTES):
             block = bytearray(min(_BLOCK_NBYTES, nbytes - start))
@@ -85,7 +87,7 @@ def write_pattern(path: Path, nbytes: int, seed: int) -> None:
 
 
 def file_matches(path: Path, nbytes: int, seed: int, offset: int = 0) -> bool:
-    """Whether a file holds exactly the pattern behind an offset, read through the page cache."""
+    """Return whether a file holds the pattern from an offset to its end; it is read through the page cache."""
     if path.stat().st_size != offset + nbytes:
         return False
     with open(path, "rb") as file:
@@ -97,32 +99,33 @@ def file_matches(path: Path, nbytes: int, seed: int, offset: int = 0) -> bool:
 
 
 def drive_nbytes(*ways: str) -> int:
-    """Bytes that this process has "read" from drives, or ("write") had written to them, as the kernel counts."""
+    """Return the bytes that this process has moved from drives ("read"), to drives ("write"), or both (proc(5))."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return sum(int(fields[f"{way}_bytes"]) for way in ways)
 
 
 def touch_memory(nbytes: int) -> None:
-    """Have the host of a virtual machine give its memory to it: its page faults are nobody's time.
+    """Touch ``nbytes`` bytes of memory, which makes the host of a virtual machine back them before a measurement.
 
-    On huge pages: ordinary ones come from what is left between these, and would leave them to be paid for.
+    The memory is in huge pages. Ordinary pages would be taken from the fragments between free huge pages, and the
+    host's page faults for the huge pages would then still fall into the measurement.
     """
     with _touched(nbytes):
         pass
 
 
 def touch_free_memory() -> None:
-    """Have the host give all memory that is free, but for some that is left, if it may have taken it."""
+    """Touch nearly all free memory, if the host may have reclaimed it."""
     if _HOST_TAKES_MEMORY:
         touch_memory(psutil.virtual_memory().free - _SLACK_NBYTES)
 
 
 @contextlib.contextmanager
 def little_free_memory(nbytes: int) -> Iterator[None]:
-    """Hold memory until no more is free than so many bytes, where what is free may be the host's again.
+    """Leave only ``nbytes`` bytes of memory free inside the context, if the host may have reclaimed free memory.
 
-    Else whoever needs fresh memory pays for the host's work, about a second for each GB, and whoever gets what the
-    cache has just freed does not: a matter of chance, not of either.
+    Otherwise the result would depend on chance: a contender that receives fresh memory waits for the host's page
+    faults, about a second for each GB, and a contender that receives pages that the page cache has freed does not.
     """
     held = psutil.virtual_memory().free - nbytes
     with _touched(held if _HOST_TAKES_MEMORY else 0):
@@ -136,7 +139,8 @@ def _touched(nbytes: int) -> Iterator[None]:
         try:
             part.fill(1)
         finally:
-            del part  # a traceback that keeps it would keep the memory
+            # A traceback would otherwise keep the array, and closing the map fails while an array refers to it.
+            del part
 
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, max(1, nbytes), flags=flags) as memory:

@@ -1,6 +1,6 @@
-"""What moves one tensor to a file and back in the benchmark: ours, plain Python, DeepSpeed.
+"""The contenders that move one tensor to a file and back: tensorferry, plain Python, DeepSpeed.
 
-Each lives in a process of its own (``bench.Bench.worker``), with memory that was touched before the clock runs.
+Each runs in a separate process (``bench.Bench.worker``), with memory that was touched before the clock starts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _DIRECT_BLOCK_NBYTES = 8 * MIB
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes."""
+    """Return a view of a tensor's bytes."""
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
 def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tensor:
-    """Plain torch memory, touched; with ``misalignment``, this many bytes past a 4 KiB boundary."""
+    """Return touched memory of plain torch; it begins ``misalignment`` bytes, if given, after a 4 KiB boundary."""
     if misalignment is None:
         return torch.empty(nbytes, dtype=torch.uint8).fill_(1)
     base = torch.empty(nbytes + 8192, dtype=torch.uint8)
@@ -45,34 +45,34 @@ def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tenso
 
 
 def new_tensor(nbytes: int, aligned: bool) -> torch.Tensor:
-    """Memory of ``tensorferry.empty``, or plain torch memory."""
+    """Return touched memory of ``tensorferry.empty`` if ``aligned``, otherwise of plain torch."""
     if not aligned:
         return ordinary_tensor(nbytes)
     return tensorferry.empty((nbytes,), dtype=torch.uint8).fill_(1)
 
 
 class TransferPeer:
-    """Writes and reads one tensor. Subclasses make ``tensor``, and say how in ``save`` and ``load``."""
+    """A contender that writes and reads one tensor; subclasses make ``tensor``, and define ``save`` and ``load``."""
 
     tensor: torch.Tensor
     save: Callable[..., None]
     load: Callable[..., None]
 
     def prepare(self, path: Any, write: bool, **options: Any) -> None:
-        """Do what is not to be timed."""
+        """Do the part of a transfer that is not timed."""
 
     def write(self, path: Any, seed: int, check: bool, **options: Any) -> dict[str, Any]:
-        """Time a write of the pattern, and compare the file with it if ``check``."""
+        """Time a write of the pattern; if ``check``, compare the file with the pattern."""
         self.fill(seed)
         self.prepare(path, True, **options)
         with self.clock() as watch:
             self.save(path, **options)
         if check and not self.written(path, seed, **options):
-            raise MeasurementError("wrote other bytes than it was given")
+            raise MeasurementError("wrote other bytes than those of the tensor")
         return self.result(watch)
 
     def read(self, path: Any, seed: int, **options: Any) -> dict[str, Any]:
-        """Time a read of the pattern, and compare the memory with it."""
+        """Time a read of the pattern, and compare the memory with the pattern."""
         self.prepare(path, False, **options)
         self.clear()
         with self.clock() as watch:
@@ -85,11 +85,11 @@ class TransferPeer:
         memory.fill(byte_view(self.tensor), seed)
 
     def holds(self, seed: int, offset: int) -> bool:
-        """Whether memory holds the pattern from ``offset`` on."""
+        """Return whether the tensor holds the pattern's bytes from ``offset`` on."""
         return memory.matches(byte_view(self.tensor), seed, offset)
 
     def written(self, path: Any, seed: int, offset: int = 0, **options: Any) -> bool:
-        """Whether the file holds the pattern."""
+        """Return whether the file holds the pattern from ``offset`` to its end."""
         return memory.file_matches(Path(path), self.tensor.nbytes, seed, offset)
 
     def clear(self) -> None:
@@ -103,7 +103,7 @@ class TransferPeer:
 
 
 class Handle(TransferPeer):
-    """Blocking calls on handles, one for each choice of options, with a locked tensor of its own or plain memory."""
+    """Blocking calls of ``aio_handle``, one handle for each set of options, with a locked tensor or plain memory."""
 
     def __init__(self, nbytes: int, locked: bool, options: dict[str, Any] | None = None) -> None:
         self.make = functools.cache(lambda **own: self.kind()(**(options or {}) | own))
@@ -128,21 +128,24 @@ class Handle(TransferPeer):
 
 
 class DeepSpeedHandle(Handle):
-    """The same calls on DeepSpeed's handle, where DeepSpeed is installed (README.md says how)."""
+    """The same calls on DeepSpeed's handle, if DeepSpeed is installed (see README.md)."""
 
     def kind(self) -> Any:
         return async_io().aio_handle
 
 
 def succeed(code: int) -> None:
-    """Raise for what DeepNVMe's calls return where something went wrong; ours raise by themselves."""
+    """Raise MeasurementError for a return value of DeepNVMe's calls that reports a failure.
+
+    DeepSpeed's handle returns a code; tensorferry's raises an exception.
+    """
     if code != 1:
-        raise MeasurementError(f"returned {code}")
+        raise MeasurementError(f"the handle returned {code}, expected 1")
 
 
 @functools.cache
 def async_io() -> Any:
-    """DeepSpeed's op, which is compiled at first use, with the ninja of this environment."""
+    """Return DeepSpeed's async_io op, which is compiled at first use, with the ninja of this environment."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
 
@@ -153,7 +156,7 @@ def async_io() -> Any:
 
 
 class Functions(TransferPeer):
-    """``tensorferry.write`` and ``read``; memory from ``tensorferry.empty`` or plain torch's."""
+    """``tensorferry.write`` and ``read``, with memory of ``tensorferry.empty`` or of plain torch."""
 
     def __init__(self, nbytes: int, aligned: bool) -> None:
         self.tensor = new_tensor(nbytes, aligned)
@@ -169,7 +172,11 @@ class Functions(TransferPeer):
 
 
 class Segments(TransferPeer):
-    """One transfer of many pieces of plain memory, of so many bytes each; with CRC-32s of chunks of 1 MiB if wanted."""
+    """One transfer of many segments of plain memory, with or without CRC-32s of chunks of 1 MiB.
+
+    ``tensor`` holds the pattern. If there are several segments, they are separated by gaps of 64 bytes, as separate
+    tensors are, and the pattern is copied to and from them outside the clock.
+    """
 
     def __init__(
         self, nbytes: int, segment_nbytes: int, options: dict[str, Any] | None = None
@@ -177,7 +184,7 @@ class Segments(TransferPeer):
         self.tensor = ordinary_tensor(nbytes)
         self.rows = self.tensor.view(-1, segment_nbytes)
         self.apart = segment_nbytes < nbytes
-        if self.apart:  # from each other, as tensors of their own would be
+        if self.apart:
             rows = ordinary_tensor(nbytes // segment_nbytes * (segment_nbytes + 64))
             self.rows = rows.view(-1, segment_nbytes + 64)[:, :segment_nbytes]
         self.segments = list(self.rows)
@@ -198,7 +205,7 @@ class Segments(TransferPeer):
         self.rows.zero_()
 
     def prepare(self, path: Any, write: bool, checked: bool = False, **options: Any) -> None:
-        """Know the checksums of what is read."""
+        """Compute the expected checksums before the first checked read."""
         if checked and not write and not self.expected:
             sums = tensorferry.Checksums(MIB)
             tensorferry.read(path, self.segments, checksums=sums)
@@ -217,7 +224,7 @@ class Segments(TransferPeer):
 
 
 class CopyAndChecksum:
-    """What gathering with checksums cannot do without: each byte copied once, and one CRC-32 of it, by one thread."""
+    """The least work of a gathering transfer with checksums: one copy and one CRC-32 of each byte, in one thread."""
 
     def __init__(self, nbytes: int) -> None:
         self.source, self.target = ordinary_tensor(nbytes), ordinary_tensor(min(nbytes, MIB))
@@ -232,7 +239,7 @@ class CopyAndChecksum:
 
 
 class Drives(TransferPeer):
-    """One array to and from files on several drives: striped over them, or a share of it in each."""
+    """One array to and from several drives, as one striped file or as a separate file with a share on each drive."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = ordinary_tensor(nbytes)
@@ -254,7 +261,7 @@ class Drives(TransferPeer):
         with contextlib.ExitStack() as stack:
             if striped:
                 opened: list[Any] = [stack.enter_context(tensorferry.open(paths, mode))]
-            else:  # a setting gives each workers of its own
+            else:  # with a setting such as queue_depth, each file gets separate workers
                 opened = [
                     stack.enter_context(tensorferry.open(path, mode, queue_depth=128))
                     for path in paths
@@ -269,7 +276,7 @@ class Drives(TransferPeer):
 
 
 class Buffered(TransferPeer):
-    """``open`` with ``write``, synced, and ``readinto``, as most programs have it."""
+    """``open`` with ``write`` and fsync, and ``readinto``, as most programs use them."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = ordinary_tensor(nbytes)
@@ -289,7 +296,7 @@ class Buffered(TransferPeer):
 
 
 class Direct(TransferPeer):
-    """``os.pwritev`` and ``os.preadv`` with O_DIRECT, 8 MiB after 8 MiB, page-aligned memory."""
+    """``os.pwritev`` and ``os.preadv`` with O_DIRECT, in sequential blocks of 8 MiB, with page-aligned memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
@@ -304,12 +311,12 @@ class Direct(TransferPeer):
 
 
 def move(path: Any, tensor: torch.Tensor, threads: int, *, write: bool) -> bool:
-    """Move page-aligned memory to or from a file in blocks of 8 MiB; return whether the page cache was passed by."""
+    """Move page-aligned memory to or from a file in blocks of 8 MiB; return whether that bypassed the page cache."""
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     direct = True
     try:
         descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError:  # tmpfs before Linux 6.6
+    except OSError:  # tmpfs supports O_DIRECT only since Linux 6.6
         descriptor, direct = os.open(path, flags, 0o644), False
     view, call = byte_view(tensor), os.pwritev if write else os.preadv
 
@@ -318,7 +325,7 @@ def move(path: Any, tensor: torch.Tensor, threads: int, *, write: bool) -> bool:
         while begin < end:
             count = call(descriptor, [view[begin:end]], begin)
             if not count:
-                raise MeasurementError(f"the file ends at {begin}")
+                raise MeasurementError(f"the file ends at offset {begin}")
             begin += count
 
     try:

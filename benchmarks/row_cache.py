@@ -1,7 +1,8 @@
-"""Hit rates of the cache of rows beside LRU and the ideal: ``python -m benchmarks.row_cache``.
+"""``python -m benchmarks.row_cache``: hit rates of the row cache compared with LRU and the ideal policy.
 
-Batches of 4,096 ids of a table of a million rows; a hit is an id of a batch that needs no read, of those that differ.
-The first half of a trace only warms the cache.
+A trace has batches of 4,096 ids of a table of a million rows. The hit rate is the fraction of the distinct ids of a
+batch that the cache holds. The first half of a trace only warms the cache. Each policy is a function that yields the
+number of hits of each batch, with a cache that has places for a number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ TRACES = [*((kind, a) for kind in ("zipf", "drift", "scan", "again") for a in (0
 
 
 def trace(kind: str, a: float) -> Iterator[Any]:
-    """Zipf-like ids: as they are, with ranks that change, half of each a scan, or half from the last eight."""
+    """Yield batches of ids with a Zipf-like distribution: the k-th most popular row has a share of k**-a.
+
+    "zipf" is that distribution alone. With "drift" the popularity of rows changes between batches. With "scan" half of
+    each batch is a sequential scan of the table. With "again" half of each batch repeats ids of the last eight batches.
+    """
     draw = np.random.default_rng(1)
     shares = np.cumsum(np.arange(1, ROWS + 1) ** -a)
     row_of, recent = draw.permutation(ROWS), deque[Any](maxlen=8)
@@ -41,6 +46,7 @@ def trace(kind: str, a: float) -> Iterator[Any]:
 
 
 def ours(batches: list[Any], places: int) -> Iterator[int]:
+    # Rows of 8 bytes; the cache needs 25 more bytes for each.
     cache = RowCache(places * (8 + 25), 8)
     for ids in batches:
         rows = ids.view(np.uint8).reshape(-1, 8)
@@ -63,7 +69,7 @@ def lru(batches: list[Any], places: int) -> Iterator[int]:
 
 
 def ideal(batches: list[Any], places: int) -> Iterator[int]:
-    """Keep what is wanted next (Belady)."""
+    """Keep the rows that are used again soonest, which needs the future ids (Belady's policy)."""
     following: list[list[int]] = []
     seen: dict[int, int] = {}
     for number in reversed(range(len(batches))):

@@ -1,6 +1,7 @@
-"""A transformer under DeepSpeed's ZeRO-3, its states on NVMe: what benchmarks time, and the tests compare.
+"""Training under DeepSpeed, with states on NVMe (ZeRO-3) or in memory, for the benchmarks and the tests.
 
-It imports DeepSpeed, so it is for processes of its own. Which engine moves the tensors is decided outside.
+The module imports DeepSpeed, so use it in separate processes. The caller chooses the engine that moves the tensors
+before it makes one of these objects.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """An engine of DeepSpeed and its steps, in one of the processes of a training.
+    """The training of a transformer by a DeepSpeed engine under ZeRO-3, in one process of the training.
 
     Parameters
     ----------
     directory : Path
-        Where DeepSpeed makes its files.
+        The directory for DeepSpeed's files.
     offload : str
-        What is on NVMe: "optimizer", "parameters", "both"; or "nothing" (then all of it is in memory).
+        The states on NVMe: "optimizer", "parameters", "both"; or "nothing", which keeps all states in memory.
     evaluate : bool
-        Only compute losses: no gradients, no optimizer.
+        Only compute losses, without gradients and without an optimizer.
     layers, hidden : int
         The model's size; a layer has about 12 * hidden**2 parameters.
     sequence : int
-        Tokens of a sequence; a batch has two.
+        The number of tokens of a sequence; a batch has two sequences.
     dtype : str
         "float32" or "bfloat16".
     aio : dict
-        DeepSpeed's section of that name.
+        The section "aio" of DeepSpeed's configuration.
     memory_budget : int, optional
-        Bytes for parameters, gradients and buffers, as far as DeepSpeed can keep to them: what is beyond really is on
-        NVMe, and activations of blocks are computed again.
+        Bytes for parameters, gradients and buffers, as far as DeepSpeed can keep the limit. Parameters beyond it are
+        on NVMe, and the backward pass computes the activations of blocks again.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Training:
         self._engine.train(not evaluate)
 
     def step(self) -> str:
-        """Compute and, where it trains, learn from one batch; return the loss to the last bit, hexadecimal."""
+        """Train on one batch, or only evaluate it; return the exact loss as a hexadecimal string."""
         rank = torch.distributed.get_rank()
         tokens = batch(self._step, self._sequence, rank)
         self._step += 1
@@ -86,12 +87,12 @@ class Training:
         return float(loss).hex()
 
     def swapped_nbytes(self) -> int:
-        """Bytes of the files that tensors were swapped to, of all processes."""
+        """Return the bytes of the swap files of all processes."""
         return sum(path.stat().st_size for path in self._directory.rglob("*.swp"))
 
 
 class Sum(nn.Module):
-    """Parameters of given shapes, and nothing to compute: each element's gradient is 0.001."""
+    """A model that only sums its parameters, of given shapes: the gradient of each element is 0.001."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
@@ -102,18 +103,18 @@ class Sum(nn.Module):
 
 
 class OptimizerOnNvme:
-    """Steps of Adam by DeepSpeed with its states on NVMe, pipelined, and nothing else to do.
+    """Steps of Adam by DeepSpeed with pipelined states on NVMe, and a model with nearly no other work.
 
     Parameters
     ----------
     directory : Path
-        Where DeepSpeed makes its files.
+        The directory for DeepSpeed's files.
     shapes : sequence of tuple
-        The parameters'.
+        The shapes of the parameters.
     buffers : int
-        How many of the largest one's size DeepSpeed has for what it moves.
+        The number of DeepSpeed's swap buffers; each has the size of the largest parameter.
     aio : dict
-        DeepSpeed's section of that name.
+        The section "aio" of DeepSpeed's configuration.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class OptimizerOnNvme:
         )[0]
 
     def compute_gradients(self) -> None:
-        """Go forward and backward."""
+        """Run the forward and the backward pass."""
         self._engine.backward(self._engine())
 
     def step(self) -> None:
@@ -142,7 +143,7 @@ class OptimizerOnNvme:
 
 
 def join(**options: Any) -> None:
-    """Make this process one of the training's: gloo alone, whose collectives need nothing compiled."""
+    """Make this process a rank of the training, with gloo only; its collectives need no compiled op of DeepSpeed."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False, **options)
 
@@ -175,18 +176,19 @@ def _configuration(
     }
     if not evaluate:
         config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
-        config["zero_force_ds_cpu_optimizer"] = False  # torch's Adam: nothing else to compile
+        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's CPU Adam has to be compiled
     return config
 
 
 def _hold_to(config: dict[str, Any], memory_budget: int, layers: int, hidden: int) -> None:
-    """Have parameters on NVMe that the budget has no room for, and the fastest settings that work.
+    """Move parameters to NVMe that exceed the budget, with the fastest settings of DeepSpeed that work.
 
-    By its defaults DeepSpeed keeps the first 10^9 parameters in memory, all that are used again within 10^9, and a
-    bucket of 5 * 10^8 gradients. Gradients are in memory in any case. Of parameters it prefetches one: where it may
-    prefetch more, and they are used twice in a row, as the last block's are, it fails to assign their buffers; so does
-    a head that is on NVMe. Activations are computed again by torch's reentrant function: with the other one DeepSpeed
-    0.19.8 trains with wrong gradients.
+    By default DeepSpeed keeps in memory: the first 10^9 parameters, parameters that are used again within 10^9
+    parameters, and a bucket of 5 * 10^8 gradients. Gradients are always in memory.
+
+    The settings let DeepSpeed prefetch one parameter only. With more, it fails to assign buffers to parameters that are
+    used twice in a row, as those of the last block are. It fails in the same way if the model's head is on NVMe. The
+    model's blocks are checkpointed with use_reentrant=True: with False, DeepSpeed 0.19.8 trains with wrong gradients.
     """
     largest = 4 * hidden * hidden
     zero = config["zero_optimization"]
@@ -197,6 +199,7 @@ def _hold_to(config: dict[str, Any], memory_budget: int, layers: int, hidden: in
     buffers = {"buffer_count": 8, "buffer_size": largest}
     gradients = 12 * layers * hidden * hidden
     buffers_numel = (8 + zero["offload_optimizer"]["buffer_count"]) * largest
+    # All of these are numbers of float32 elements.
     room = memory_budget // 4 - gradients - buffers_numel
     zero["offload_param"] |= buffers | {"max_in_cpu": max(0, room)}
     config["optimizer"] = {
@@ -206,16 +209,16 @@ def _hold_to(config: dict[str, Any], memory_budget: int, layers: int, hidden: in
 
 
 class Kept:
-    """An engine with states in memory: under ZeRO-2 of a model in bfloat16, or without ZeRO in float32.
+    """A DeepSpeed engine with states in memory: ZeRO-2 with a model in bfloat16, or float32 without ZeRO.
 
     Parameters
     ----------
     parameters : int
-        How many there are, about.
+        The approximate number of parameters.
     stage : int
-        ZeRO's: 2, with 14 bytes to keep of each parameter; or 0, with 12.
+        ZeRO's stage: 2, with a checkpoint of 14 bytes for each parameter, or 0 (no ZeRO), with 12 bytes.
     writer : dict, optional
-        DeepSpeed's section "checkpoint": {"writer": ...}.
+        The value of "writer" in the section "checkpoint" of DeepSpeed's configuration.
     """
 
     def __init__(self, parameters: int, stage: int, writer: dict[str, Any] | None) -> None:
@@ -237,6 +240,6 @@ class Kept:
         self.step()
 
     def step(self) -> None:
-        """Learn."""
+        """Run a training step."""
         self.engine.backward(self.engine())
         self.engine.step()

@@ -1,14 +1,13 @@
 """Store tensors in files and load them again: plain Python, a handle, and tensorferry's functions.
 
-Run it as it stands: ``python examples/demo.py`` (or ``make demo``). It moves one large tensor and
-many small ones, checks every byte, and prints what each way costs. The rules are the same for all
-of them:
+Run it without arguments: ``python examples/demo.py`` (or ``make demo``). It stores and loads one
+large tensor and many small ones, checks every byte, and prints the cost of each method. The rules
+are the same for all methods:
 
-* a write goes to new files and ends with their data and size durable (``fsync``, or
-  ``sync=True``);
-* a read finds nothing in the page cache (the files are dropped from it before, which needs no
-  root);
-* all memory is touched before the clock runs.
+* A write creates new files. It ends when their data and size are durable (``fsync``, or
+  ``sync=True``).
+* A read is cold: the files are dropped from the page cache before it, which does not need root.
+* All memory is touched before the measured time.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-ROUNDS = 3  # of the large tensor; medians count
-ODD_NBYTES = (1, 511, 4_096, 4_097, 30_011, 65_536, 100_003, 262_147)  # sizes of the small ones
+ROUNDS = 3  # the figures are medians of the rounds
+ODD_NBYTES = (1, 511, 4_096, 4_097, 30_011, 65_536, 100_003, 262_147)  # sizes of the small tensors
 
 
-# --- the ways: each stores tensors in files, and loads them into tensors that are there ---
+# --- the methods: each stores tensors in files, and loads the files into existing tensors ---
 
 
 class PlainPython:
-    """What most programs do: write() and readinto() through the page cache."""
+    """The usual method: write() and readinto() through the page cache."""
 
     name = "plain Python"
 
@@ -71,7 +70,7 @@ class PlainPython:
 
 
 class Handle:
-    """DeepNVMe's API: requests are submitted, then waited for together."""
+    """DeepNVMe's API: submit several requests, and wait for all of them."""
 
     name = "tensorferry.aio_handle"
 
@@ -82,7 +81,7 @@ class Handle:
         for path, tensor in zip(paths, tensors, strict=True):
             self.handle.async_pwrite(tensor, path)
         self.handle.wait()
-        for path in paths:  # a handle's writes reach the drive; fsync makes them durable
+        for path in paths:  # a handle does not sync its writes: they are durable only after fsync
             make_durable(path)
 
     def load(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
@@ -109,12 +108,12 @@ class Functions:
             tensorferry.read_many(list(zip(paths, tensors, strict=True)))
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 @dataclass
 class Row:
-    """One way's figures for one piece of work."""
+    """The figures of one method for one kind of work."""
 
     way: str
     verb: str
@@ -134,7 +133,7 @@ class Row:
 
 
 def measure(row: Row, work: Callable[[], None]) -> None:
-    """Add what one run of ``work`` takes to a row."""
+    """Run ``work``, and add its cost to a row."""
     resident = reset_peak_memory()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = time.perf_counter()
@@ -146,7 +145,7 @@ def measure(row: Row, work: Callable[[], None]) -> None:
 
 
 def reset_peak_memory() -> int:
-    """Forget the process's peak of memory, and return what it is from now on."""
+    """Reset the process's peak memory to the current memory, and return this size."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
@@ -164,7 +163,7 @@ def peak_memory() -> int:
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
-    """A directory that is removed at the end, also after Ctrl-C."""
+    """Yield a new directory, and remove it afterwards, also after Ctrl-C."""
     directory = Path(tempfile.mkdtemp(prefix="tensorferry-demo-", dir=parent))
     try:
         yield directory
@@ -210,26 +209,26 @@ def store_and_load(
     measure(loaded, lambda: way.load(paths, targets))
     for path, source, target in zip(paths, sources, targets, strict=True):
         if path.stat().st_size != source.nbytes or not torch.equal(source, target):
-            raise SystemExit(f"{way.name}: {path} came back different")
+            raise SystemExit(f"{way.name}: the data of {path} differ")
     if len(paths) == 1:
         paths[0].unlink()
-        make_durable(home)  # the file system is through with it before the clock runs again
-    # Many stay until the end: where many were removed, ext4 is slow to make new ones.
+        make_durable(home)  # complete the removal before the next measurement
+    # Many small files stay until the end: creating files is slow on ext4 after many were removed.
 
 
 def large_tensors(
     nbytes: int, make: Callable[[], torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """One tensor to store and one to load into."""
+    """Return a tensor to store, and one to load into."""
     source, target = make(), make()
-    words = source[: nbytes // 8 * 8].view(torch.int64)  # eight bytes at a time are made faster
+    words = source[: nbytes // 8 * 8].view(torch.int64)  # generating 8 bytes at a time is faster
     words.random_(generator=torch.Generator().manual_seed(0))
     source[nbytes // 8 * 8 :] = 7
     return [source], [target]
 
 
 def small_tensors(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors of odd sizes, and others to load into."""
+    """Return tensors of odd sizes to store, and others to load into."""
     sizes = list(itertools.islice(itertools.cycle(ODD_NBYTES), count))
     generator = torch.Generator().manual_seed(1)
     sources = [torch.empty(n, dtype=torch.uint8).random_(generator=generator) for n in sizes]
@@ -237,7 +236,10 @@ def small_tensors(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def run_to_its_end(command: list[str]) -> tuple[int, str]:
-    """Run a program; whatever ends the call, it has ended first, and writes no more (subprocess.run does not wait)."""
+    """Run a program. If this call is interrupted, kill the program and wait for its end.
+
+    subprocess.run() does not wait in that case, and the program would still be writing.
+    """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as program:
@@ -251,7 +253,7 @@ def run_to_its_end(command: list[str]) -> tuple[int, str]:
 
 
 def fio_gb_per_second(directory: Path, nbytes: int) -> dict[str, float]:
-    """fio on a file of the same size: io_uring, 1 MiB blocks, registered buffers, O_DIRECT."""
+    """Run fio with a file of the same size: io_uring, 1 MiB blocks, registered buffers, O_DIRECT."""
     found = {}
     path = directory / "fio.bin"
     for kind, work in (("write", "store large"), ("read", "load large")):
@@ -269,7 +271,7 @@ def fio_gb_per_second(directory: Path, nbytes: int) -> dict[str, float]:
 
 
 def run(directory: Path, nbytes: int, small_count: int, console: Console) -> dict[str, Any]:
-    """Run all ways on both kinds of tensors, in turns; return what the table shows."""
+    """Run all methods alternately on both kinds of tensors, and return the figures for the table."""
     python, handle, functions = PlainPython(), Handle(), Functions()
     ways: list[Any] = [python, handle, functions]
     fio: list[dict[str, float]] = []
@@ -282,7 +284,7 @@ def run(directory: Path, nbytes: int, small_count: int, console: Console) -> dic
         task = progress.add_task("making a large tensor", total=steps)
         example = torch.empty(0, dtype=torch.uint8)
         ordinary = large_tensors(nbytes, lambda: torch.zeros(nbytes, dtype=torch.uint8))
-        # The handle's own memory is page-aligned and locked: the drive reads and writes it as it is.
+        # The handle's own memory is page-aligned and locked, so transfers do not need a copy.
         locked = large_tensors(nbytes, lambda: handle.handle.new_cpu_locked_tensor(nbytes, example))
         large = {python: ordinary, handle: locked, functions: ordinary}
 
@@ -347,10 +349,10 @@ def print_table(console: Console, result: dict[str, Any], nbytes: int, small_cou
             )
     console.print(table)
     console.print(
-        "Medians of rounds in turns. The handle's large tensors are page-locked, the others ordinary "
-        "torch memory. fio: io_uring, 1 MiB blocks, depth 32, registered buffers. "
-        "Every byte was checked."
+        "Medians of alternating rounds. The handle's large tensors are page-locked, all others are "
+        "in ordinary torch memory. fio: io_uring, 1 MiB blocks, depth 32, registered buffers."
     )
+    console.print("Every byte was checked.")
 
 
 def no_fio(work: str) -> str:
@@ -381,13 +383,15 @@ def end_like_ctrl_c(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the drive to try")
-    parser.add_argument("--nbytes", type=int, default=1_000_000_000, help="of the large tensor")
-    parser.add_argument("--small-count", type=int, default=1_000, help="how many small tensors")
-    parser.add_argument("--json", type=Path, help="also keep the figures in this file")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="a folder on the drive")
+    parser.add_argument(
+        "--nbytes", type=int, default=1_000_000_000, help="size of the large tensor"
+    )
+    parser.add_argument("--small-count", type=int, default=1_000, help="number of small tensors")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if not options.directory.is_dir():
-        parser.error(f"--directory: {options.directory} is no directory")
+        parser.error(f"--directory: {options.directory} is not a directory")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_like_ctrl_c)

@@ -1,8 +1,9 @@
-"""Where TENSORFERRY_DEEPSPEED or TENSORFERRY_SAFETENSORS is set: that package is served as soon as it is imported.
+"""Import hooks that install tensorferry into DeepSpeed or safetensors as soon as a program imports them.
 
-tensorferry_startup.pth imports this when the interpreter starts, in every process that inherits such a variable. So it
-stands beside the package, imports nothing of it, and does nothing until someone imports what is to be served. The
-package arms it for others, too.
+If TENSORFERRY_DEEPSPEED or TENSORFERRY_SAFETENSORS is set, tensorferry_startup.pth imports this module when the
+interpreter starts, in every process that inherits the variable. Many of these processes do not use tensorferry.
+Therefore this module is outside of the package and imports nothing from it until DeepSpeed or safetensors is imported.
+The package also uses :func:`arm` for other modules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Finder:
-    """Finds a module as the other finders do, and has its import end with a call."""
+    """A meta path finder that delegates to the other finders, and calls a function after a module's import."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self.name = name
@@ -32,17 +33,19 @@ class _Finder:
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._extend(spec)
+            self._wrap_loader(spec)
         return spec
 
-    def _extend(self, spec: ModuleSpec) -> None:
+    def _wrap_loader(self, spec: ModuleSpec) -> None:
         loader = spec.loader
         assert loader is not None
         run = loader.exec_module
 
         def run_and_call(module: ModuleType) -> None:
             run(module)
-            if any(finder is self for finder in sys.meta_path):  # it was not disarmed meanwhile
+            if any(
+                finder is self for finder in sys.meta_path
+            ):  # unless disarm() was called during the import
                 disarm(self.name)
                 self._then()
 
@@ -50,9 +53,9 @@ class _Finder:
 
 
 def arm(name: str, then: Callable[[], object] | None = None) -> None:
-    """Have the next import of a module end with a call; where it is imported, do nothing.
+    """Call ``then`` after the next import of a module; do nothing if the module is imported already.
 
-    By default tensorferry is installed for the module's package.
+    By default ``then`` calls ``install()`` of tensorferry's subpackage for the module's package.
     """
 
     def install() -> None:
@@ -66,7 +69,7 @@ def arm(name: str, then: Callable[[], object] | None = None) -> None:
 
 
 def disarm(name: str) -> None:
-    """Undo :func:`arm`."""
+    """Remove the hook of :func:`arm` for a module."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_for(finder, name)]
 
 

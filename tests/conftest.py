@@ -27,16 +27,16 @@ from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
-# Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
+# Stored profiles of this machine's user must not change the tests; child processes inherit this.
 os.environ["TENSORFERRY_PROFILES"] = "0"
 
-# A shell starts what runs in the background with Ctrl-C ignored, which child processes would inherit.
+# A shell starts background jobs with SIGINT ignored, which child processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Property tests judge what is computed, not how long a busy machine takes for it, nor where their fixtures come from.
+# Property tests check results, not the speed of a busy machine, nor the scope of their fixtures.
 hypothesis.settings.register_profile(
     "tensorferry",
     max_examples=effort.examples(100),
@@ -53,7 +53,7 @@ ENGINES = ["io_uring", "libaio", "threads"]
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-# What engines say does not change while tests run, and asking costs 30 milliseconds.
+# Cached, because the availability of engines does not change during the tests, and probing costs 30 milliseconds.
 refusals = functools.cache(tensorferry.engines)
 
 
@@ -65,7 +65,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that name their engine; what takes minutes begins first, what must be alone comes last."""
+    """Mark the tests that name their engine; tests of minutes run first, tests that must be alone run last."""
     items[:] = [item for item in items if not item.get_closest_marker("in_turn") or _its_turn(item)]
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()):
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there by now out of collections: with torch and thousands of tests each takes 0.4 seconds."""
+    """Freeze existing objects: with torch and thousands of tests each garbage collection would take 0.4 seconds."""
     gc.collect()
     gc.freeze()
 
@@ -100,7 +100,7 @@ def _its_turn(item: pytest.Item) -> bool:
 def _alone_or_beside_others(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Tests marked `alone` wait until no other worker's test runs, and hold up all others meanwhile."""
+    """Make a test with the mark `alone` wait until no other worker's test runs, and delay all other tests meanwhile."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
@@ -110,7 +110,8 @@ def _alone_or_beside_others(
         open(folder / "turnstile.lock", "w") as turnstile,
         open(folder / "tests.lock", "w") as running,
     ):
-        fcntl.flock(turnstile, fcntl.LOCK_EX)  # who waits to be alone lets nobody else begin
+        # A test that waits for the exclusive lock holds the turnstile, so no other test can begin meanwhile.
+        fcntl.flock(turnstile, fcntl.LOCK_EX)
         fcntl.flock(running, how)
         fcntl.flock(turnstile, fcntl.LOCK_UN)
         try:
@@ -121,14 +122,14 @@ def _alone_or_beside_others(
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """What torch draws depends on the session's seed and the test's name alone."""
+    """Seed torch's random numbers from the session's seed and the test's name only."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(SEED + zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)
 def _page_cache_let_go() -> Iterator[None]:
-    """What a test has made warm is not held beyond it."""
+    """Release the pages that a test holds in the page cache."""
     yield
     page_cache.let_go()
 
@@ -172,7 +173,7 @@ def handle(make_handle: MakeHandle) -> tensorferry.aio_handle:
 
 @pytest.fixture(scope="session")
 def newest() -> dict[str, str]:
-    """The environment of a child that imports the newest DeepSpeed; torch compiles nothing in it unnoticed."""
+    """Return the environment of a child that imports the newest DeepSpeed; torch must not compile anything in it."""
     if importlib.util.find_spec("deepspeed") is None:
         required.missing("deepspeed", "DeepSpeed is not installed (make deepspeed)")
     return {"TENSORFERRY_DEEPSPEED": "0", "CXX": "false", "DS_ACCELERATOR": "cpu"}
@@ -180,7 +181,7 @@ def newest() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def own_engine(newest: dict[str, str]) -> dict[str, str]:
-    """The environment in which it uses its own engine, compiled once and kept in build/."""
+    """Return the environment in which DeepSpeed uses its own engine, compiled once and cached in build/."""
     environment = newest | deepspeed_gcc.ENVIRONMENT
     folder = deepspeed_gcc.EXTENSIONS
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +189,8 @@ def own_engine(newest: dict[str, str]) -> dict[str, str]:
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not compiled.exists():
-            # Who was stopped while compiling has left files that torch would wait for; here only one compiles.
+            # A process that was killed while it compiled has left lock files, and torch would wait for them. Removing
+            # them is safe, because the lock above lets only one process compile.
             for left in folder.glob("*/lock"):
                 left.unlink()
             _compile(environment)
@@ -219,7 +221,7 @@ def random_bytes(request: pytest.FixtureRequest) -> RandomBytes:
 
 @pytest.fixture
 def directory(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new directory on the disk: one that takes O_DIRECT wherever there is one."""
+    """Return a new directory on the disk, on a file system with O_DIRECT if there is one."""
     if takes_direct_io(tmp_path):
         yield tmp_path
         for entry in tmp_path.iterdir():  # pytest keeps old directories; big files must not stay
@@ -309,7 +311,7 @@ def _empty(directory: pathlib.Path) -> None:
 
 
 def takes_direct_io(directory: pathlib.Path) -> bool:
-    """Return whether files in directory are read from a drive where O_DIRECT asks for it."""
+    """Return whether reads with O_DIRECT of files in directory access a drive."""
     if file_system_type(directory) in ("tmpfs", "ramfs"):  # tmpfs ignores it from Linux 6.6 on
         return False
     path = directory / "direct-probe"
@@ -323,7 +325,7 @@ def takes_direct_io(directory: pathlib.Path) -> bool:
 
 
 def file_system_type(directory: pathlib.Path) -> str:
-    """Return the type of the file system that directory lies on."""
+    """Return the type of the file system of directory."""
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo") as mounts:

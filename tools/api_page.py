@@ -1,6 +1,6 @@
 """Writes the tables of docs/api.md from the packages' docstrings: ``python -m tools.api_page``.
 
-No name that a package exports can be missing there: tests/project/test_docs.py compares the page with what this makes.
+tests/project/test_docs.py compares the page with the output of this program, so no exported name can be missing.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ _MARKED = re.compile(r"(<!-- names of (\S+) -->\n).*?(<!-- end -->\n)", re.DOTAL
 
 
 def page(text: str) -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with new tables."""
     return _MARKED.sub(lambda found: found[1] + "\n" + table(found[2]) + "\n" + found[3], text)
 
 
 def table(package: str) -> str:
-    """Return the rows for what a package exports, sorted: functions and classes first, exceptions last."""
+    """Return the rows for the exported names of a package, sorted: functions and classes first, exceptions last."""
     module = importlib.import_module(package)
     names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
     names.sort(key=lambda name: (_is_error(getattr(module, name)), name.lower()))
-    rows = [f"| {_told(name, getattr(module, name))} |\n" for name in names]
+    rows = [f"| {_cells(name, getattr(module, name))} |\n" for name in names]
     return f"| in `{package}` | |\n|---|---|\n" + "".join(rows)
 
 
-def _told(name: str, thing: Any) -> str:
-    says = inspect.getdoc(thing) or ""
-    first = says.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+def _cells(name: str, thing: Any) -> str:
+    docstring = inspect.getdoc(thing) or ""
+    first = docstring.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
     first = re.sub(r":\w+:`[~.]?(\w[\w.]*)`", r"`\1`", first).replace("``", "`")
     if inspect.isclass(thing):
         methods = [
             method
             for method, value in inspect.getmembers(thing)
-            if not method.startswith("_") and _is_ours(value) and not _is_error(thing)
+            if not method.startswith("_") and _is_documented(value) and not _is_error(thing)
         ]
         if methods:
             first += " " + ", ".join(f"`{method}`" for method in methods)
-    signature = "" if "made by" in first else _signature(thing)  # nobody calls these
+    # Users do not call the constructors of objects that a function creates.
+    is_made_by_function = re.search(r"\b(made|created) by\b", first) is not None
+    signature = "" if is_made_by_function else _signature(thing)
     return f"`{name}{signature}` | {first}"
 
 
-def _is_ours(value: Any) -> bool:
-    """Return whether this is a method or property that has a docstring of this package's."""
+def _is_documented(value: Any) -> bool:
+    """Return whether a value is a method or property that tensorferry defines, with a docstring."""
     function = value.fget if isinstance(value, property) else value
     return getattr(function, "__module__", "").startswith("tensorferry") and bool(value.__doc__)
 

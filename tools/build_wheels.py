@@ -1,10 +1,10 @@
-"""Builds tensorferry's wheels, and repairs them so that they install on other machines.
+"""Builds tensorferry's wheels, and repairs them for installation on other machines.
 
-A wheel for CPython 3.12 serves every later one (the stable ABI); 3.10, 3.11 and free-threaded
-interpreters need their own. So of the interpreters at hand, one is taken for each wheel there is.
-Each wheel is built in an environment of its own and repaired by auditwheel, which gives it the
-oldest manylinux tag that this machine's C library allows. With --test it is then installed where
-nothing else is, and the tests of installed packages run there.
+A wheel for CPython 3.12 works with all later versions (stable ABI). Versions 3.10 and 3.11, and
+free-threaded interpreters, need separate wheels. For each wheel, one of the available interpreters
+is used. Each wheel is built in a separate environment. auditwheel then adds the oldest manylinux
+tag that this machine's C library allows. With --test, each wheel is installed in an empty
+environment, where the tests for installed packages run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ print(sys.implementation.name, *sys.version_info[:2], gil_disabled)
 
 
 def wheel_flavour(python: str) -> str | None:
-    """Which wheel `python` would build ("cp310", "abi3", "cp314t"); None for none."""
+    """Return the kind of wheel that `python` builds ("cp310", "abi3", "cp314t"), or None if it cannot build a wheel."""
     try:
         done = subprocess.run(
             [python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=60, check=True
@@ -46,8 +46,8 @@ def wheel_flavour(python: str) -> str | None:
     return "abi3" if version >= FIRST_STABLE_ABI else f"cp{major}{minor}"
 
 
-def pythons_at_hand() -> list[str]:
-    """Every python3.N and python3.Nt on PATH and in pyenv, oldest first, and this one."""
+def available_pythons() -> list[str]:
+    """Return every python3.N and python3.Nt on PATH and in pyenv, oldest first, and at the end this interpreter."""
     folders = [Path(folder) for folder in os.get_exec_path()]
     if shutil.which("pyenv"):
         root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=False)
@@ -62,8 +62,8 @@ def pythons_at_hand() -> list[str]:
     return [*map(str, found), sys.executable]
 
 
-def one_for_each_wheel(pythons: list[str]) -> dict[str, str]:
-    """The first interpreter for each wheel that `pythons` can build."""
+def select_pythons(pythons: list[str]) -> dict[str, str]:
+    """Return the first interpreter for each kind of wheel that `pythons` can build."""
     chosen: dict[str, str] = {}
     for python in pythons:
         flavour = wheel_flavour(python)
@@ -73,7 +73,7 @@ def one_for_each_wheel(pythons: list[str]) -> dict[str, str]:
 
 
 def build_wheel(python: str, source: Path, out: Path, *, isolated: bool) -> Path:
-    """Builds `source`'s wheel with `python`, repairs it and moves it into `out`."""
+    """Build the wheel of `source` with `python`, repair it, and move it to `out`."""
     with tempfile.TemporaryDirectory(prefix="tensorferry-wheel-") as scratch_name:
         scratch = Path(scratch_name)
         builder = python
@@ -93,8 +93,8 @@ def build_wheel(python: str, source: Path, out: Path, *, isolated: bool) -> Path
         return Path(shutil.move(repaired, out / repaired.name))
 
 
-def try_wheel(python: str, wheel: Path) -> None:
-    """Installs `wheel` into an empty environment of `python`; exits unless its tests pass there."""
+def check_wheel(python: str, wheel: Path) -> None:
+    """Install `wheel` in an empty environment of `python`, and run the tests there. Exit if they fail."""
     with tempfile.TemporaryDirectory(prefix="tensorferry-installed-") as scratch:
         venv = Path(scratch) / "venv"
         subprocess.run([python, "-m", "venv", venv], check=True)
@@ -104,12 +104,12 @@ def try_wheel(python: str, wheel: Path) -> None:
 
 
 def build_sdist(out: Path) -> None:
-    """Packs the sources into `out`."""
+    """Build the source distribution in `out`."""
     _run_quietly([sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", out, ROOT])
 
 
 def _run_quietly(command: list[str | Path]) -> None:
-    """Runs `command`; shows what it printed only if it failed."""
+    """Run `command`, and print its output only if it fails."""
     done = subprocess.run(
         command,
         env=_env(),
@@ -124,14 +124,14 @@ def _run_quietly(command: list[str | Path]) -> None:
 
 
 def _env() -> dict[str, str]:
-    """This process's environment, in which the tools beside this interpreter are found first."""
+    """Return this process's environment, with the folder of this interpreter first on PATH."""
     tools = str(Path(sys.executable).parent)
     path = os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])
     return {"SOURCE_DATE_EPOCH": _last_commit(), **os.environ, "PATH": path}
 
 
 def _last_commit() -> str:
-    """When the sources were committed, which is what their archives say; outside of a checkout, ZIP's first day."""
+    """Return the time of the last commit, as the time of files in archives. Without Git, it is ZIP's earliest date."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -140,22 +140,24 @@ def _last_commit() -> str:
 
 
 def main() -> int:
-    """Builds what the command line asks for; returns the exit status."""
+    """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "pythons", nargs="*", help="interpreters to build for (default: all at hand)"
+        "pythons", nargs="*", help="interpreters to build for (default: all available)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels")
-    parser.add_argument("--sdist", action="store_true", help="pack the sources too")
+    parser.add_argument("--sdist", action="store_true", help="also build the source distribution")
     parser.add_argument("--test", action="store_true", help="install each wheel, and test it")
     parser.add_argument(
-        "--no-isolation", action="store_true", help="build with what the interpreter has installed"
+        "--no-isolation",
+        action="store_true",
+        help="build with the packages that the interpreter has installed",
     )
     arguments = parser.parse_args()
 
-    chosen = one_for_each_wheel(arguments.pythons or pythons_at_hand())
+    chosen = select_pythons(arguments.pythons or available_pythons())
     if not chosen:
-        print("no interpreter that runs and is CPython 3.10 or later", file=sys.stderr)
+        print("no working interpreter of CPython 3.10 or later was found", file=sys.stderr)
         return 1
     if arguments.sdist:
         build_sdist(arguments.out)
@@ -164,8 +166,8 @@ def main() -> int:
         wheel = build_wheel(python, ROOT, arguments.out, isolated=not arguments.no_isolation)
         print(f"{flavour}: {wheel.name}", flush=True)
         if arguments.test:
-            try_wheel(python, wheel)
-            print(f"{flavour}: works where it is installed alone", flush=True)
+            check_wheel(python, wheel)
+            print(f"{flavour}: the tests pass in an empty environment", flush=True)
     return 0
 
 

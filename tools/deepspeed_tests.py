@@ -1,7 +1,7 @@
-"""Runs DeepSpeed's own tests of checkpoints, async I/O, pinned memory and NVMe offload, on its engines and on ours.
+"""Runs DeepSpeed's own tests of checkpoints, async I/O, pinned memory and NVMe offload, with both engines.
 
-Needs a checkout of DeepSpeed for its tests; what is tested is the DeepSpeed that is installed. A test that passes with
-DeepSpeed's engine must pass with tensorferry, and none may be skipped that ran: else the exit status is 1.
+The tests come from a checkout of DeepSpeed, and test the installed DeepSpeed. The exit status is 1 if a test passes
+with DeepSpeed's engine, but fails or is skipped with tensorferry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-# Files below tests/unit, of newer and of older checkouts, and what of them concerns us (all of it where empty).
+# Files and folders in tests/unit of newer and older checkouts, each with a keyword for the relevant tests. An empty
+# keyword selects all tests.
 SUITES = {
     "checkpoint": "",
     "v1/nvme": "",
@@ -36,14 +37,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument(
-        "suites", nargs="*", help="files or folders below tests/unit; all that concern us if none"
+        "suites", nargs="*", help="files or folders in tests/unit (default: all relevant ones)"
     )
     options = parser.parse_args()
     tests = options.source.resolve() / "tests"
     suites = {name: SUITES.get(name, "") for name in options.suites} or SUITES
     found = {name: keyword for name, keyword in suites.items() if (tests / "unit" / name).exists()}
     if not found:
-        parser.error(f"source: none of {', '.join(suites)} in {tests / 'unit'}")
+        parser.error(f"source: {tests / 'unit'} contains none of {', '.join(suites)}")
 
     outcomes: dict[str, dict[str, str]] = {}
     for engine, variable in ENGINES.items():
@@ -55,11 +56,12 @@ def main() -> int:
 
 
 def run(tests: Path, name: str, keyword: str, variable: str) -> dict[str, str]:
-    """Return each test's outcome."""
+    """Run a file or folder of tests, and return the outcome of each test."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.xml"
         command = [sys.executable, "-m", "pytest", f"unit/{name}", f"--junitxml={result}", "-q"]
-        # Their pytest.ini leaves out the tests that want to be alone; here nothing else runs.
+        # DeepSpeed's pytest.ini deselects tests that must not run concurrently with others. Here all tests run one
+        # after the other, so "addopts=" drops that option.
         command += ["-p", "no:cacheprovider", "-o", "addopts=", f"--basetemp={scratch}/files"]
         environment = {"PYTHONPATH": str(tests), "TENSORFERRY_DEEPSPEED": variable}
         done = subprocess.run(
@@ -85,18 +87,18 @@ def outcome(case: ElementTree.Element) -> str:
 
 
 def report(theirs: dict[str, str], ours: dict[str, str]) -> int:
-    """Print the counts and every test that is worse with ours; return the exit status."""
+    """Print the counts, and the tests with a worse outcome with tensorferry. Return the exit status."""
     for engine, outcomes in (("DeepSpeed", theirs), ("tensorferry", ours)):
         kinds = [text.partition(":")[0] for text in outcomes.values()]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
         print(f"{engine}: {counts}")
     worse = [
-        f"{name}: {theirs[name]} with DeepSpeed's engine, {ours.get(name, 'missing')} with ours"
+        f"{name}: {theirs[name]} with DeepSpeed's engine, {ours.get(name, 'missing')} with tensorferry"
         for name in theirs
         if ours.get(name) != "passed"
         and (theirs[name] == "passed" or not ours.get(name, "").startswith(theirs[name][:7]))
     ]
-    print("\n".join(worse) if worse else "None is worse with tensorferry.")
+    print("\n".join(worse) if worse else "No test has a worse outcome with tensorferry.")
     return 1 if worse else 0
 
 

@@ -1,4 +1,4 @@
-"""For mkdocs: links from a page to files outside of docs/ lead to the repository."""
+"""A hook for mkdocs that turns links to files outside of docs/ into links to the repository."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
-    """Return a page with such links."""
-    if "/" in page.file.src_uri:  # what is above it is in docs/
+    """Return the page with links to files outside of docs/ replaced."""
+    if "/" in page.file.src_uri:  # for a page in a subfolder, ../ is still in docs/
         return markdown
     return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({config.repo_url}/blob/main/\1)", markdown)

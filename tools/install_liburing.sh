@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds liburing from source and installs it under /usr: for the manylinux images, whose
-# distribution packages an old liburing and no static library.
+# Builds liburing from source and installs it in /usr. The manylinux images need this, because
+# their distribution has an old liburing without a static library.
 
 set -euo pipefail
-# The commit of liburing-2.9: a tag may be moved.
+# The commit of liburing-2.9. A tag could be moved to another commit.
 commit=${LIBURING_COMMIT:-08468cc3830185c75f9e7edefd88aa01e5c2f8ab}
 
 if [[ -e /usr/lib/liburing.a ]]; then exit 0; fi

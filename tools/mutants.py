@@ -1,8 +1,9 @@
-"""Puts defects into a copy of the tree, one at a time, and runs the tests that must notice: `make mutants`.
+"""Inserts defects into a copy of the tree, one at a time, and runs the tests that must detect them: `make mutants`.
 
-The defects and their tests are in tests/project/mutants.py. The copy, with a core of its own, is in build/mutants; it
-is kept, so that only what a defect touches is compiled again. A defect is noticed where a test fails, its process
-crashes, or pytest ends one that hangs; the exit status is 1 unless all are.
+The defects, called mutants, and their tests are in tests/project/mutants.py. The copy, with a separate build of the
+core, is in build/mutants. It is kept between runs, so only the files that a defect changes are compiled again. A defect
+is detected (the mutant is "killed") if a test fails, the test's process crashes, or pytest stops a test that hangs. The
+exit status is 1 unless all defects are detected.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build/mutants"
 TREE = WORK / "tree"
 CORE = WORK / "core"
-LIMIT_SECONDS = int(SETTLE_TIMEOUT_S) + 100  # for each test that is named
+LIMIT_SECONDS = int(SETTLE_TIMEOUT_S) + 100  # for each test of a mutant
 
-# Child processes of tests, too, import the copy: site runs this after the hook of an editable install has come.
+# The content of sitecustomize.py. Child processes of tests must also import the copy, and not the working tree.
+# Python's site module installs the import hook of the editable install, and then runs this file, which removes the
+# hook.
 SITE = """import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable_")]
 """
 
 
 class Outcome(NamedTuple):
-    """How tests ended: passed, failed, or in a way that says nothing of what is tested."""
+    """The outcome of tests.
+
+    The verdict is "passed" or "failed". Two other verdicts prove nothing about a mutant: "HANGS" (the tests did not
+    end within the time limit) and "BROKEN" (pytest itself failed).
+    """
 
     verdict: str
     detail: str
@@ -46,23 +53,23 @@ class Outcome(NamedTuple):
 def main(names: Sequence[str]) -> int:
     known = {mutant.name: mutant for mutant in MUTANTS}
     if unknown := set(names) - set(known):
-        print(f"no such mutant: {', '.join(unknown)}; there are {', '.join(known)}")
+        print(f"unknown mutants: {', '.join(unknown)} (known: {', '.join(known)})")
         return 2
     mutants = [known[name] for name in names] or MUTANTS
     copy_tree()
     build(configure=True)
-    outcome = ended([test for mutant in mutants for test in mutant.tests])
+    outcome = run_tests([test for mutant in mutants for test in mutant.tests])
     print(f"without any mutant: {outcome.verdict}, {outcome.detail}", flush=True)
     if outcome.verdict != "passed":
         return 1
     alive = 0
     for mutant in mutants:
-        begun = time.monotonic()
+        begin = time.monotonic()
         with applied(mutant):
             build()
-            outcome = ended(mutant.tests)
+            outcome = run_tests(mutant.tests)
         word = {"failed": "killed", "passed": "SURVIVED"}.get(outcome.verdict, outcome.verdict)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - begin
         print(f"{word:8} {seconds:4.0f} s  {mutant.name}: {outcome.detail}", flush=True)
         alive += outcome.verdict != "failed"
     print(f"{len(mutants) - alive} of {len(mutants)} mutants were killed")
@@ -70,7 +77,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def copy_tree() -> None:
-    """Make the copy like the working tree. What is the same keeps its time, by which ninja and Python know it."""
+    """Update the copy to the working tree. Unchanged files keep their times, so ninja does not compile them again."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     output = subprocess.run(listing, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     names = {name for name in output.split("\0") if name and (ROOT / name).is_file()}
@@ -94,7 +101,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise SystemExit(
-            f"{mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}"
+            f"{mutant.name}: {mutant.file} contains its text {text.count(mutant.old)} times, not once"
         )
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
@@ -120,8 +127,8 @@ def run(*command: str | Path) -> None:
         raise SystemExit(done.stdout + done.stderr)
 
 
-def ended(tests: Sequence[str]) -> Outcome:
-    """Run tests, those of Python in one process, until one fails."""
+def run_tests(tests: Sequence[str]) -> Outcome:
+    """Run tests until one fails. All Python tests run in one process."""
     in_python = [test for test in dict.fromkeys(tests) if not test.startswith("tests/cpp/")]
     in_cpp = [test for test in dict.fromkeys(tests) if test not in in_python]
     commands = []
@@ -133,13 +140,13 @@ def ended(tests: Sequence[str]) -> Outcome:
         commands.append([str(CORE / "tensorferry_cpp_tests"), f"--test-case={name}"])
     outcome = Outcome("passed", "")
     for command in commands:
-        outcome = end_of(command, LIMIT_SECONDS * len(tests))
+        outcome = run_command(command, LIMIT_SECONDS * len(tests))
         if outcome.verdict != "passed":
             break
     return outcome
 
 
-def end_of(command: list[str], limit_seconds: int) -> Outcome:
+def run_command(command: list[str], limit_seconds: int) -> Outcome:
     tests = subprocess.Popen(
         command,
         cwd=TREE,
@@ -152,7 +159,7 @@ def end_of(command: list[str], limit_seconds: int) -> Outcome:
     try:
         output, _ = tests.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
-        return Outcome("HANGS", f"no end after {limit_seconds} s")
+        return Outcome("HANGS", f"still running after {limit_seconds} s")
     finally:
         if tests.poll() is None:
             os.killpg(tests.pid, signal.SIGKILL)
@@ -166,7 +173,7 @@ def end_of(command: list[str], limit_seconds: int) -> Outcome:
 
 
 def environment() -> dict[str, str]:
-    """Return that of builds and tests of the copy."""
+    """Return the environment for builds and tests of the copy."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     modules = os.pathsep.join([str(WORK / "site"), str(TREE / "src")])
     return os.environ | {"PATH": programs, "PYTHONPATH": modules}

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Installs the system packages that building and testing tensorferry needs, and only the missing ones.
-# As root on Debian or Ubuntu it installs them; elsewhere it prints the one command that does.
-# Fails only where something that the build cannot do without is missing afterwards.
+# Installs the missing system packages for building and testing tensorferry.
+# As root on Debian or Ubuntu, it installs them. Otherwise it prints the command that installs them.
+# It fails only if a package that the build requires is still missing at the end.
 #
 # Usage: tools/system_packages.sh PYTHON
 
 set -euo pipefail
 python=${1:-python3}
 
-# need: what is looked for, its Debian package, its Fedora package, and whether the build needs it.
+# need: a command that finds the requirement, its Debian package, its Fedora package, and whether the build requires it.
 apt_missing=() dnf_missing=() required_missing=()
 
 need() {
@@ -51,7 +51,7 @@ if ((${#apt_missing[@]} == 0)); then exit 0; fi
 if [[ $(id -u) == 0 ]] && command -v apt-get > /dev/null; then
   export DEBIAN_FRONTEND=noninteractive
   echo "Installing ${apt_missing[*]}"
-  # Another installation, such as that of a second checkout, is waited for.
+  # Wait for a concurrent installation, such as that of a second checkout.
   install=(apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${apt_missing[@]}")
   "${install[@]}" || { apt-get update && "${install[@]}"; }
   check

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Tests load formats with the real vLLM or SGLang, in an environment of its own below build/: no GPU is needed.
+# Tests the load formats with the real vLLM or SGLang, in a separate environment in build/. It does not need a GPU.
 #
 #     tools/test_serving.sh vllm|sglang WHEEL TORCH [PYTEST ARGUMENTS...]
 #
-# WHEEL is tensorferry's, and TORCH what pip installs for torch: the version that this vLLM asks for. vLLM is installed
-# from its sources without kernels, as it is for development on the CPU. SGLang's wheel has no kernels; of its
-# dependencies, which are kernels for GPUs in the main, those are installed that its loaders import.
+# WHEEL is the wheel of tensorferry. TORCH is the requirement for torch, in the version that this vLLM needs. vLLM is
+# installed from its sources without kernels, as for development on the CPU. SGLang's wheel does not contain kernels.
+# Most of its dependencies are GPU kernels; only the packages that its loaders import are installed.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -60,7 +60,8 @@ if [[ ! -e $environment/.ready ]]; then
       "$python" -m pip install --quiet \
         'cmake>=3.26' jinja2 ninja 'packaging>=24.2' regex 'setuptools==77.0.3' 'setuptools-rust>=1.9' \
         'setuptools-scm>=8' wheel
-      # No Rust either: vLLM's build goes on without it. And pip takes no version that is not the one it asked for.
+      # CARGO=false skips the Rust parts, without which vLLM's build continues. VLLM_SKIP_VERSION_SUFFIX keeps the
+      # version as requested, which pip checks.
       CARGO=false VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 \
         "$python" -m pip install --quiet --no-build-isolation --no-binary vllm "$torch" "vllm==$vllm"
       ;;
@@ -72,5 +73,5 @@ if [[ ! -e $environment/.ready ]]; then
   touch "$environment/.ready"
 fi
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
-# Tests beside the sources: what is installed is tested, and tests/conftest.py needs more than is there.
+# The tests import the installed package, not the sources. tests/conftest.py needs packages that are not installed here.
 VLLM_TARGET_DEVICE=cpu HF_HUB_OFFLINE=1 exec "$python" -m pytest --noconftest -p no:cacheprovider "tests/serving/test_$program.py" "$@"

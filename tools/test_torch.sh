@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Runs the checkpoint tests with another version of torch, in an environment of its own below build/.
+# Runs the checkpoint tests with another version of torch, in a separate environment in build/.
 #
 #     tools/test_torch.sh VERSION [PYTEST ARGUMENTS...]
 #
-# It gets the ordinary package from pip, some GB with the CUDA libraries that it needs for its import, even without a GPU.
+# This installs the ordinary package from PyPI, with several GB of CUDA libraries that it needs for its import, even
+# without a GPU.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +17,7 @@ python=$environment/bin/python
 if [[ ! -e $environment/.ready ]]; then
   "${PYTHON:-python3}" -m venv "$environment"
   "$python" -m pip install --quiet --upgrade 'pip>=25.1'
-  # Older versions need not know the newest NumPy.
+  # Older versions may not support the newest NumPy.
   "$python" -m pip install --quiet "torch==$version" 'numpy<2.3'
   "$python" -m pip install --quiet "torch==$version" 'numpy<2.3' --group build --group test
   touch "$environment/.ready"

@@ -13,7 +13,7 @@ PICTURE = DOCS / "throughput.svg"
 
 
 def comparisons(page: str) -> dict[str, Comparison]:
-    """Return what a page's first table has of writing and of reading."""
+    """Return the comparisons of writes and reads in the first table of a page."""
     table = re.search(r"^\|.*?\n\n", page, re.MULTILINE | re.DOTALL)
     assert table is not None
     found = {f"1 GiB {verb}": Comparison(verb, "") for verb in ("written", "read")}

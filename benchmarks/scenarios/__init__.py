@@ -1,4 +1,4 @@
-"""The scenarios by name; each is a function from settings to what it found."""
+"""The scenarios by name; each is a function that receives the settings and returns its outcome."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A model in a bucket into tensors, beside obstore's own range requests into bytes, which are the limit here.
+"""Loads of a model in a bucket into tensors, compared with obstore's range requests into bytes, which are the limit.
 
-The server is on loopback, and sends files of a folder by sendfile, as S3 answers; moto copies the whole object for each
-request, and would be all that is measured. It has the same processors as its clients. With a delay every answer waits:
-then what counts is how many requests are on their way. Peers are those that are installed.
+The server on loopback answers as S3 does, and sends the files of a folder by sendfile. moto would copy the whole object
+for each request, which would dominate the time. The server and its clients share the processors. In the runs with a
+delay each answer waits, and the number of concurrent requests decides. Optional peers take part if they are installed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _TENSOR_NBYTES = 16 * MIB
 _DELAY_SECONDS = 0.05
 _BUCKET, _NAME = "models", "model.safetensors"
-_WAYS = ((8, 8), (16, 8), (32, 8), (8, 32))  # threads, and MiB of a request
+_WAYS = ((8, 8), (16, 8), (32, 8), (8, 32))  # threads, MiB of each request
 
 
 class Client:
-    """Gets the model, in a worker; what AWS_ENDPOINT_URL names is asked."""
+    """A client that loads the model, in a worker; AWS_ENDPOINT_URL names the server."""
 
     def __init__(self, endpoint: str) -> None:
         os.environ |= {
@@ -49,7 +49,7 @@ class Client:
         self.url = f"s3://{_BUCKET}/{_NAME}"
 
     def obstore(self, threads: int, request_nbytes: int) -> dict[str, Any]:
-        """By ranges into bytes."""
+        """Get ranges of the object into bytes, by several threads."""
         import obstore
 
         store = obstore.store.from_url(f"s3://{_BUCKET}")
@@ -64,7 +64,7 @@ class Client:
             with ThreadPoolExecutor(threads) as pool:
                 parts = [*pool.map(get, range(0, nbytes, request_nbytes))]
         if sum(map(len, parts)) != nbytes:
-            raise MeasurementError("not all of it came")
+            raise MeasurementError(f"received {sum(map(len, parts))} of {nbytes} bytes")
         return watch.result(nbytes)
 
     def load_file(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Client:
         return watch.result(_checked(found))
 
     def runai(self) -> dict[str, Any]:
-        """By Run:ai's streamer, 16 requests at a time; a copy is kept of each tensor, as its memory is used again."""
+        """Load with Run:ai's streamer, 16 requests at a time; the streamer reuses its memory, so copy each tensor."""
         os.environ["RUNAI_STREAMER_CONCURRENCY"] = "16"
         from runai_model_streamer import SafetensorsStreamer
 
@@ -90,7 +90,7 @@ class Client:
         return watch.result(_checked(found))
 
     def s3fs(self) -> dict[str, Any]:
-        """By s3fs, and safetensors of the bytes."""
+        """Read the object with s3fs, and parse the bytes with safetensors."""
         import safetensors.torch
         from s3fs import S3FileSystem
 
@@ -121,7 +121,7 @@ def _save(folder: Path, nbytes: int) -> None:
 
 @scenario
 def load(bench: Bench) -> None:
-    """The whole model, with and without a delay of each answer."""
+    """Load the whole model, with and without a delay of each answer."""
     if importlib.util.find_spec("obstore") is None:
         bench.note("obstore is not installed (tensorferry[remote])")
         return
@@ -129,7 +129,7 @@ def load(bench: Bench) -> None:
 
     _save(bench.directory, 2 * bench.nbytes)
     with contextlib.ExitStack() as stack:
-        # Fresh memory costs all the same: see benchmarks.memory.
+        # All contenders pay the same for fresh memory: see benchmarks.memory.little_free_memory.
         stack.enter_context(little_free_memory(6 * bench.nbytes + GIB))
         server = stack.enter_context(buckets.file_server(bench.directory))
         delaying = [sys.executable, "-m", "tests.support.fault_proxy", server, str(_DELAY_SECONDS)]
@@ -137,7 +137,7 @@ def load(bench: Bench) -> None:
         ways = _WAYS[:1] if bench.smoke else _WAYS
         peers = {"runai": "runai_model_streamer", "s3fs": "s3fs"}
         peers = {call: name for call, name in peers.items() if importlib.util.find_spec(name)}
-        for where, endpoint in (("loopback", server), ("50 ms an answer", proxy)):
+        for where, endpoint in (("loopback", server), ("50 ms for each answer", proxy)):
             client = bench.worker(Client, endpoint=endpoint)
             limits = {
                 f"obstore, {threads} threads, {request // MIB} MiB": measured(
@@ -148,7 +148,7 @@ def load(bench: Bench) -> None:
             calls = ("load_file", "load_files")
             comparison = bench.compare(
                 f"a model in a bucket, {where}",
-                "into tensors; obstore: into bytes",
+                "into tensors; obstore into bytes",
                 ours={call: measured(client, call) for call in calls},
                 peer={call: measured(client, call) for call in peers},
                 limit=limits,

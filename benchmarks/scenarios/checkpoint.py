@@ -1,11 +1,13 @@
-"""A state of 2 GiB, a transformer's with AdamW, saved and loaded: by ours, by torch's, and what fio makes of it.
+"""Saves and loads of a 2 GiB state of a transformer with AdamW: tensorferry, torch, and fio for as many bytes.
 
-Rules: one process for each; fresh files and directories, all on the drive at the end: fsync inside everybody's clock.
-fio moves one file of as many bytes with O_DIRECT. Before each save the machine's memory is touched: a virtual machine
-may have given it back to its host, whose page faults would be counted for those that write through the page cache, or
-allocate anew. Cold: the file is dropped from the page cache before each load. Warm: it is brought there. What has been
-loaded is compared with what was saved. The same, smaller, on a fast block device: ext4 on a loop device with direct I/O
-over memory (root only).
+Rules: each contender runs in a separate process. Saves write fresh files and directories, and the measured time of
+every contender includes fsync. fio moves one file of as many bytes with O_DIRECT.
+
+Before each save the memory that it needs is touched. A virtual machine may have returned that memory to its host, and
+the host's page faults would count for the contenders that write through the page cache or allocate memory. For a cold
+load the file is dropped from the page cache, for a warm load it is read into the cache. The loaded values are compared
+with the saved ones. A smaller variant uses a fast block device: ext4 on a loop device with direct I/O over memory (root
+only).
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ warnings.filterwarnings("ignore", module="torch")
 
 
 def state_of(nbytes: int) -> dict[str, Any]:
-    """A state of about so many bytes in float32 and some 600 tensors, of every size that transformers have."""
+    """Return a state of about so many bytes: some 600 float32 tensors of all sizes that transformers have."""
     width = 16
     while 12 * sum(map(_count, _shapes(width + 16).values())) <= nbytes:  # weights and two moments
         width += 16
@@ -66,7 +68,7 @@ def state_of(nbytes: int) -> dict[str, Any]:
 
 
 def tensors(state: dict[Any, Any]) -> list[torch.Tensor]:
-    """The tensors of a state."""
+    """Return the tensors of a state."""
     found: list[torch.Tensor] = []
     for value in state.values():
         if isinstance(value, torch.Tensor):
@@ -99,7 +101,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Holder:
-    """Has a state."""
+    """A holder of a state, in a worker."""
 
     def __init__(self, nbytes: int) -> None:
         self.state = state_of(nbytes)
@@ -107,7 +109,7 @@ class Holder:
 
 
 class Saver(Holder):
-    """Saves to directories that are not there, by our writer or torch's with its options."""
+    """A contender that saves to new directories, with tensorferry's writer or with torch's and its options."""
 
     planner: Any = None
 
@@ -131,22 +133,23 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
 
 class LazySaver(Saver):
-    """Saves by our writer a state whose tensors are made when they are asked for."""
+    """A contender that saves a state with tensorferry's writer; the planner makes each tensor on demand."""
 
     planner = _LazyPlanner
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(0, None)
-        # The C library is to give back at once what is freed (M_MMAP_THRESHOLD): its holes are not the save's.
+        # Set M_MMAP_THRESHOLD (-3): blocks above 1 MiB are then mapped, and unmapped as soon as they are freed.
+        # Otherwise free memory that the C library keeps would count as memory that the save needs. See mallopt(3).
         ctypes.CDLL(None).mallopt(-3, 1 << 20)
-        # As many tensors as the planner will make, without their memory.
+        # As many tensors as the planner makes. An expanded tensor has the shape without the memory.
         count = max(1, nbytes // LAZY_NBYTES)
         self.state = {f"tensor{k}": torch.zeros(1).expand(LAZY_NBYTES // 4) for k in range(count)}
         self.nbytes = sum(tensor.nbytes for tensor in tensors(self.state))
 
 
 class AsyncSaver(Holder):
-    """Saves by ``async_save``, by the same writer and stager again and again."""
+    """A contender that saves repeatedly with ``async_save``, with the same writer and stager."""
 
     def __init__(self, nbytes: int, writer: str, overlap: bool) -> None:
         super().__init__(nbytes)
@@ -154,11 +157,11 @@ class AsyncSaver(Holder):
         self.options: dict[str, Any] = {"storage_writer": kinds[writer]("unused")} if writer else {}
         if overlap:
             if "async_stager" not in inspect.signature(dcp.async_save).parameters:
-                raise UnavailableError("this torch takes no stagers (2.9 and later do)")
+                raise UnavailableError("async_save needs torch 2.9 or later for stagers")
             self.options["async_stager"] = ours.Stager(overlap=True)
 
     def save(self, path: Path) -> dict[str, Any]:
-        """Save to a directory that is not there, and tell how long that blocked."""
+        """Save to a new directory, and measure how long the call blocked."""
         touch_memory(2 * self.nbytes)
         begin = time.perf_counter()
         answer: Any = dcp.async_save(self.state, checkpoint_id=path, **self.options)
@@ -168,24 +171,24 @@ class AsyncSaver(Holder):
 
 
 class Loader(Holder):
-    """Loads into tensors that are there, by our reader with a way to verify, or by torch's without."""
+    """A contender that loads into existing tensors; ``verify`` is the reader's mode, None means torch's reader."""
 
     def __init__(self, nbytes: int, verify: str | None) -> None:
         super().__init__(nbytes)
         self.verify = verify
 
     def save(self, path: Path) -> None:
-        """Make the checkpoint."""
+        """Save the checkpoint to be loaded."""
         dcp.save(self.state, storage_writer=ours.FileSystemWriter(path), no_dist=True)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Load all of it, into tensors whose values are others before."""
+        """Load the whole state, into tensors that have other values before."""
         with Restored(self.state), Stopwatch() as watch:
             dcp.load(self.state, storage_reader=self._reader(path), no_dist=True)
         return watch.result(self.nbytes)
 
     def load_half(self, path: Path) -> dict[str, Any]:
-        """Load the first half of the rows of each tensor, and return what part of its bytes the drive gave."""
+        """Load the first half of each tensor's rows, and measure the fraction of all bytes that the drive read."""
         targets = {
             index: tensor[: len(tensor) // 2].clone() for index, tensor in _with_rows(self.state)
         }
@@ -207,7 +210,7 @@ class Loader(Holder):
 
 
 class Restored:
-    """Context manager: has other values in the tensors of a state, and expects that theirs come back."""
+    """A context manager that overwrites the tensors of a state, and checks at its end that a load restored them."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self._tensors = tensors(state)
@@ -224,7 +227,7 @@ class Restored:
 
 
 def _with_rows(value: Any, name: str = "") -> Iterable[tuple[MetadataIndex, torch.Tensor]]:
-    """The tensors of a state that have rows to be halved, by the checkpoint's index."""
+    """Yield the tensors of a state with an even number of rows, and their indexes in the checkpoint."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _with_rows(inner, f"{name}.{key}" if name else key)
@@ -233,13 +236,13 @@ def _with_rows(value: Any, name: str = "") -> Iterable[tuple[MetadataIndex, torc
 
 
 def _rows(index: MetadataIndex, target: torch.Tensor) -> ReadItem:
-    """The item of a plan that asks for the first rows of a tensor."""
+    """Return a plan's item that reads the first rows of a tensor into ``target``."""
     origin = torch.Size([0] * target.dim())
     return ReadItem(LoadItemType.TENSOR, index, origin, index, origin, target.size())
 
 
 class _Targets:
-    """A planner that gives out tensors by index."""
+    """A load planner that resolves each item to the tensor of its index."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor]) -> None:
         self._targets = targets
@@ -252,14 +255,14 @@ class _Targets:
 
 
 class Keeper(Holder):
-    """Saves and loads an object: by our functions, by torch's, or by torch's to our file."""
+    """A contender that saves and loads an object: "ours", "torch", or "file" (``torch.save`` to a FileWriter)."""
 
     def __init__(self, nbytes: int, how: str) -> None:
         super().__init__(nbytes)
         self.how = how
 
     def save(self, path: Path) -> dict[str, Any]:
-        """Save to a path where nothing is."""
+        """Save to a new path."""
         touch_memory(2 * self.nbytes)
         with Stopwatch() as watch:
             if self.how == "ours":
@@ -275,7 +278,7 @@ class Keeper(Holder):
         return watch.result(self.nbytes)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Load, and compare with what was saved. The object itself does not count as growth."""
+        """Load the object, and compare it with the saved one. The growth of memory excludes the object itself."""
         touch_memory(2 * self.nbytes)
         with Stopwatch() as watch:
             ways = {"ours": ours.load}
@@ -300,7 +303,7 @@ TORCH_OBJECTS = "torch.save/load"
 _PEAK_NBYTES_MAX = 64 * MIB
 _LAZY_ROUNDS, _HALF_ROUNDS_MAX = 3, 3
 _LOAD_FIOS = [*FEW, Config("io_uring", 4 * MIB, 32, registered=True)]
-# What torch's writer can be told; its best counts.
+# Options of torch's writer. The comparison uses the best of them.
 _TORCH_WRITERS: dict[str, dict[str, Any]] = {
     "torch FileSystemWriter, 1 thread": {"thread_count": 1},
     "torch FileSystemWriter, 2 threads": {"thread_count": 2},
@@ -314,23 +317,26 @@ _TORCH_WRITERS: dict[str, dict[str, Any]] = {
 
 @scenario
 def save(bench: Bench) -> None:
-    """``dcp.save``; also of tensors made one by one, so that what memory a save needs beside the state is seen."""
+    """Compare ``dcp.save``, and measure a save of tensors that are made on demand.
+
+    The latter shows the memory that a save needs in addition to the state.
+    """
     nbytes = 2 * bench.nbytes
     saved = _compare_saves(bench, "checkpoint save", nbytes, 1 if bench.smoke else None)
     lazy = bench.compare(
         "checkpoint lazy save",
-        "tensors of 8 MiB that are made when they are asked for",
+        "tensors of 8 MiB, made on demand",
         ours={WRITER: _saves(bench, LazySaver, nbytes // 4)},
         rounds=_LAZY_ROUNDS,
     )
     bench.over_fio("checkpoint save over fio", 0.90, saved, WRITER)
     best, least = saved.best("peer"), saved.least_cpu("peer")
-    note = saved.described(best, "best of torch's")
+    note = saved.describe(best, "torch's best")
     bench.at_least("checkpoint save over torch", 2.0, saved.over(WRITER, best), note)
     over_cpu = saved.cpu_over(WRITER, least)
     bench.at_most("checkpoint save, CPU seconds over torch's least", 0.5, over_cpu)
     for comparison, what in ((saved, "save"), (lazy, "lazy save")):
-        title = f"checkpoint {what}, peak memory beside the state"
+        title = f"checkpoint {what}, peak memory in addition to the state"
         bench.peak(title, _PEAK_NBYTES_MAX, comparison, WRITER)
 
 
@@ -352,9 +358,9 @@ def _saves(bench: Bench, peer: type, nbytes: int, **options: Any) -> Measure:
 
 @scenario
 def load(bench: Bench) -> None:
-    """``dcp.load`` into tensors that are there, of a checkpoint that our writer made, which both readers take.
+    """Compare ``dcp.load`` into existing tensors, from a checkpoint of tensorferry's writer, which both readers read.
 
-    Of half of the rows of each tensor it is counted what the kernel has read from the drive.
+    For loads of half of the rows of each tensor, the kernel's count of bytes read from the drive is compared.
     """
     verified = {READER: "read", READER_OFF: "off", f"{READER} verify=before": "before"}
     loads = _Loads(bench, 2 * bench.nbytes, verified | {TORCH_READER: None})
@@ -371,13 +377,14 @@ def load(bench: Bench) -> None:
     bench.at_least("checkpoint warm load over torch", 3.0, warm.over(READER, TORCH_READER))
     for name, comparison in (("cold", cold), ("warm", warm)):
         over = comparison.over(READER, READER_OFF)
-        bench.at_least(f"checkpoint {name} load, verified over not", 0.95, over)
+        bench.at_least(f"checkpoint {name} load, verified over unverified", 0.95, over)
     bench.at_most("checkpoint half of the rows", 0.55, half.median(READER))
-    bench.peak("checkpoint load, peak memory beside the state", _PEAK_NBYTES_MAX, cold, READER)
+    title = "checkpoint load, peak memory in addition to the state"
+    bench.peak(title, _PEAK_NBYTES_MAX, cold, READER)
 
 
 class _Loads:
-    """A checkpoint, and readers of it."""
+    """A checkpoint, and the workers that load it."""
 
     def __init__(self, bench: Bench, nbytes: int, verified: Mapping[str, str | None]) -> None:
         self.bench, self.path = bench, bench.directory / "checkpoint"
@@ -389,7 +396,7 @@ class _Loads:
         (self.file,) = self.path.glob("*.distcp")
 
     def by(self, call: str, prepare: Any, labels: Iterable[str] = ()) -> dict[str, Any]:
-        """Those with these labels, or all, by kind."""
+        """Return the contenders with these labels, or all, by kind."""
         workers = {label: self.workers[label] for label in labels or self.workers}
         return _of_workers(workers, call, prepare, self.file, path=self.path)
 
@@ -401,7 +408,7 @@ class _Loads:
 
 @scenario
 def loop(bench: Bench) -> None:
-    """Half as many bytes to and from a device that is as fast as memory (root only)."""
+    """Save and load half as many bytes on a device that is as fast as memory (root only)."""
     nbytes = bench.nbytes
     with bench.on_drives(2 * nbytes + nbytes // 4 + 64 * MIB) as (quick,):
         saved = _compare_saves(quick, "checkpoint save, fast device", nbytes, 1)
@@ -411,18 +418,18 @@ def loop(bench: Bench) -> None:
     bench.over_fio("checkpoint save over fio, fast device", 0.85, saved, WRITER)
     bench.over_fio("checkpoint cold load over fio, fast device", 0.8, cold, READER)
     over = cold.over(READER, READER_OFF)
-    bench.at_least("checkpoint cold load, verified over not, fast device", 0.97, over)
+    bench.at_least("checkpoint cold load, verified over unverified, fast device", 0.97, over)
 
 
 @scenario
 def objects(bench: Bench) -> None:
-    """``save`` and ``load`` of an object against ``torch.save`` and ``torch.load``; loads make new tensors."""
+    """Compare ``save`` and ``load`` of an object with ``torch.save`` and ``torch.load``; loads make new tensors."""
     ways = {OBJECTS: "ours", "torch.save to FileWriter": "file", TORCH_OBJECTS: "torch"}
     workers = {
         label: bench.worker(Keeper, nbytes=2 * bench.nbytes, how=how) for label, how in ways.items()
     }
     source, target = bench.directory / "source", bench.directory / "target"
-    workers[TORCH_OBJECTS].call("save", path=source)  # all read the same file
+    workers[TORCH_OBJECTS].call("save", path=source)  # all contenders load the same file
     saves = _of_workers(workers, "save", remove, target, clean=True, path=target)
     compared = [(bench.compare("object save", "fresh file, fsync at the end", **saves), 2.5)]
     loaders = {label: workers[label] for label in (OBJECTS, TORCH_OBJECTS)}
@@ -434,16 +441,16 @@ def objects(bench: Bench) -> None:
         what = f"{comparison.name} over torch.{comparison.name.split()[-1]}"
         bench.at_least(what, wanted, comparison.over(OBJECTS, TORCH_OBJECTS))
     for comparison, _ in compared[:2]:
-        what = f"{comparison.name}, peak memory beside the object"
+        what = f"{comparison.name}, peak memory in addition to the object"
         bench.peak(what, _PEAK_NBYTES_MAX, comparison, OBJECTS)
 
 
 @scenario
 def asynchronous(bench: Bench) -> None:
-    """How long ``async_save`` blocks training, and until the checkpoint is there.
+    """Measure how long ``async_save`` blocks training, and how long it takes until the checkpoint is complete.
 
-    The state is saved by the same stager and writer again and again, as training does; each save is awaited before the
-    next. The first one, which allocates, is not counted.
+    The state is saved repeatedly with the same stager and writer, as in training, and each save ends before the next
+    one begins. The first save, which allocates memory, does not count.
     """
     target = bench.directory / "checkpoint"
 
@@ -459,8 +466,8 @@ def asynchronous(bench: Bench) -> None:
         return measure
 
     blocked = bench.compare(
-        "async_save blocks",
-        "the training thread",
+        "blocking time of async_save",
+        "time in which the training thread waits",
         ours={WRITER: saves("ours"), "the same, Stager(overlap=True)": saves("ours", overlap=True)},
         peer={"torch's default": saves(""), "torch FileSystemWriter as stager": saves("torch")},
         unit="s",
@@ -469,18 +476,18 @@ def asynchronous(bench: Bench) -> None:
         dataclasses.replace(row, samples=[Sample(s.seconds, s.seconds) for s in row.samples])
         for row in blocked.rows
     ]
-    total = Comparison("async_save takes", "until the checkpoint is there", "s", rows)
+    total = Comparison("total time of async_save", "until the checkpoint is complete", "s", rows)
     bench.outcome.comparisons.append(total)
     for row in blocked.rows:
         if row.kind == "ours":
             over = blocked.over(row.label, "torch's default")
-            bench.at_most(f"async_save blocks, over torch's default: {row.label}", 0.5, over)
+            bench.at_most(f"async_save, blocking over torch's default: {row.label}", 0.5, over)
 
 
 def _of_workers(
     workers: Mapping[str, Any], call: str, prepare: Any, path: Path, /, **options: Any
 ) -> dict[str, Any]:
-    """Contenders by kind: those named after torch are peers, the others ours."""
+    """Return contenders by kind: those of torch are peers, the others ours."""
     found: dict[str, Any] = {"ours": {}, "peer": {}}
     for label, worker in workers.items():
         kind = "peer" if label in (TORCH_READER, TORCH_OBJECTS) else "ours"

@@ -1,8 +1,9 @@
-"""One large tensor to a file and back: beside fio, plain Python and DeepSpeed, in pieces, and over two drives.
+"""One large tensor to a file and back: compared with fio, plain Python and DeepSpeed, in segments, and over two drives.
 
-Rules: O_DIRECT and no fsync on either side; every write goes to a new preallocated file; the file is dropped from the
-page cache before each read. Only "plain Python write + fsync, readinto" goes through the page cache. What memory is
-needed besides the tensor shows in the same rows. A fast block device is ext4 on a loop device over memory (root only).
+Rules: all contenders use O_DIRECT and no fsync. Every write uses a new preallocated file, and the file is dropped from
+the page cache before each read. Only "plain Python write + fsync, readinto" uses the page cache. The same rows show
+the memory that a contender needs in addition to the tensor. The fast block device is ext4 on a loop device over memory
+(root only).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SEED = 7
 LOOP_DEPTH = 32
 LOOP_FIOS = [config for config in LARGE if config.queue_depth == LOOP_DEPTH]
 ODD_NBYTES, ODD_OFFSET = 1_000_003, 7
-_GROWTH_NBYTES_MAX = 16 * MIB  # beside the bounce pool
+_GROWTH_NBYTES_MAX = 16 * MIB  # in addition to the bounce pool
 
 LOCKED = "tensorferry handle, locked"
 PLAIN = "tensorferry handle, torch.empty"
@@ -48,16 +49,16 @@ def fresh_and_cold(
     configs: list[Config],
     source_nbytes: int = 0,
 ) -> list[tuple[Comparison, str]]:
-    """Compare writes of fresh files, then cold reads of one, beside fio; say what each comparison is of.
+    """Compare writes of fresh files, then cold reads of one file, with fio; return each comparison and its title.
 
-    ``ways`` makes contenders of what is done.
+    ``ways`` receives :func:`writes` or :func:`reads` with its file, and returns the contenders by kind and label.
     """
     target, source = bench.directory / "target", bench.directory / "source"
     by_fio = bench.fio(configs, target, "write", bench.nbytes)
     rules = "fresh preallocated files, O_DIRECT, no fsync"
     written = bench.compare(f"{name} write", rules, **ways(writes(target, seed=SEED)), more=by_fio)
     remove(target)
-    # One file for all: where a file lies makes a difference, too.
+    # All contenders read the same file, because the position of a file on the drive influences the speed.
     write_pattern(source, source_nbytes or bench.nbytes, SEED)
     by_fio = bench.fio(configs, source, "read", bench.nbytes)
     rules = "cold file, O_DIRECT"
@@ -69,11 +70,11 @@ def fresh_and_cold(
 
 @scenario
 def large(bench: Bench) -> None:
-    """Default handle against the best fio."""
+    """Compare the default handle with fio's best configuration."""
     targets = {LOCKED: 0.97, PLAIN: 0.92, ODD: 0.92}
     for comparison, what in _large(bench, "large", {}, LARGE, targets):
         for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
-            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
+            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # our block size
             over = comparison.cpu_over(LOCKED, least)
             note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
             bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
@@ -81,7 +82,7 @@ def large(bench: Bench) -> None:
 
 @scenario
 def loop(bench: Bench) -> None:
-    """The same on a fast block device."""
+    """Compare the same transfers on a fast block device."""
     with bench.on_drives(3 * (bench.nbytes + 2 * ODD_NBYTES) + 64 * MIB) as (quick,):
         _large(quick, "loop", {"queue_depth": LOOP_DEPTH}, LOOP_FIOS, {LOCKED: 0.95})
 
@@ -93,7 +94,7 @@ def _large(
     configs: list[Config],
     targets: dict[str, float],
 ) -> list[tuple[Comparison, str]]:
-    """Write and read one large tensor. The targets are parts of the best fio's speed."""
+    """Write and read one large tensor. The targets are fractions of the speed of fio's best configuration."""
     nbytes, odd_nbytes = bench.nbytes, bench.nbytes + ODD_NBYTES
     worker = bench.worker
     ours = {
@@ -117,25 +118,28 @@ def _large(
             "peer": {label: action(w) for label, w in theirs.items()},
         }
 
-    # The longer reads end with the file.
+    # The source has room for the longest read, which begins at an offset.
     found = fresh_and_cold(bench, name, ways, configs, ODD_OFFSET + odd_nbytes)
     if not any(config.huge_pages for config in bench.usable(configs)):
-        bench.note("no huge pages for fio's buffers: its best configuration is missing")
+        bench.note("no free huge pages: fio's configurations with huge pages are missing")
     pool_nbytes = ours[FUNCTIONS].call("pool_nbytes")
     for comparison, what in found:
         for label, target in targets.items():
             short = label.removeprefix("tensorferry handle, ")
             bench.over_fio(f"{what}, {short}", target, comparison, label)
-        peak = f"{what}, growth of the peak over the pool's {pool_nbytes // MIB} MiB + 16"
+        peak = f"{what}, growth of peak memory, bounce pool ({pool_nbytes // MIB} MiB) + 16 MiB"
         bench.peak(peak, pool_nbytes + _GROWTH_NBYTES_MAX, comparison, FUNCTIONS)
     return found
 
 
-# Our handle against DeepSpeed's, each of its configurations, locked and ordinary memory
+# Our handle compared with DeepSpeed's, in each of its configurations, with locked and ordinary memory
 
 
 def _configurations(smoke: bool) -> list[dict[str, Any]]:
-    """Submission, overlap, parallelism; not 3: theirs refuses sizes it does not divide."""
+    """Return the options of each configuration.
+
+    The parallelism is not 3, because DeepSpeed's handle rejects sizes that its parallelism does not divide.
+    """
     switches = (False,) if smoke else (False, True)
     names = ("single_submit", "overlap_events", "intra_op_parallelism")
     every = itertools.product(switches, switches, (1,) if smoke else (1, 2, 4))
@@ -150,7 +154,7 @@ def _label(product: str, options: dict[str, Any]) -> str:
 
 @scenario
 def deepspeed(bench: Bench) -> None:
-    """Fresh files, existing ones (what a swapper writes), and cold ones to be read."""
+    """Compare writes of fresh files, overwrites of existing files (as a swapper does), and cold reads."""
     if not bench.deepspeed_wanted():
         return
     source, target = bench.directory / "source", bench.directory / "target"
@@ -178,7 +182,7 @@ def deepspeed(bench: Bench) -> None:
 
 
 def _worst(bench: Bench, comparison: Comparison, wanted: float) -> None:
-    """The worst of all configurations counts; theirs that fail are named."""
+    """Promise the worst ratio of all configurations, and note which contenders failed."""
     ratios = {
         _label("", options).strip(): value
         for options in _configurations(bench.smoke)
@@ -193,7 +197,7 @@ def _worst(bench: Bench, comparison: Comparison, wanted: float) -> None:
     bench.at_least(what, wanted, ratios[worst] if worst else None, note.strip("; "))
 
 
-# Many pieces of memory as one transfer, with and without checksums, beside one array of the same size
+# Many segments of memory as one transfer, with and without checksums, compared with one array of the same size
 
 SEGMENT_NBYTES = (16 << 10, 64 << 10, MIB)
 ONE = "one array"
@@ -202,7 +206,7 @@ LIMIT = "one copy and one CRC-32, one thread"
 
 @scenario
 def segments(bench: Bench) -> None:
-    """Ordinary memory on every side; once where the files are, and once where the processor is the limit."""
+    """Compare segments of ordinary memory in ``--directory``, and on a fast device, where the processor limits."""
     _segments(bench, "segments:", {}, LARGE, 0.95)
     with bench.on_drives(3 * bench.nbytes + 64 * MIB) as (quick,):
         name, options = "segments, fast device:", {"queue_depth": LOOP_DEPTH}
@@ -240,25 +244,26 @@ def _segments(
             plain, checked = _pieces(nbytes, False), _pieces(nbytes, True)
             bench.at_least(f"{what}, {plain} over {ONE}", wanted, comparison.over(plain, ONE))
             over_plain = comparison.over(checked, plain)
-            bench.at_least(f"{what}, {checked} over without", wanted, over_plain)
+            bench.at_least(f"{what}, {checked} over no checksums", wanted, over_plain)
             cpu = comparison.cpu_over(checked, LIMIT)
             bench.at_most(f"{what}, {checked}: CPU over {LIMIT}", 1.4, cpu)
     return found
 
 
-# One file over two drives beside each of them alone, and beside a file on each at once
+# One file over two drives compared with each drive alone, and with a file on each drive at the same time
 
 DRIVE_NBYTES_PER_SECOND = 1_000_000_000
 ALONE = ("first drive alone", "second drive alone")
-BOTH = "a file on each, at once"
+BOTH = "a file on each, same time"
 STRIPED = "one file over both"
 
 
 @scenario
 def striped(bench: Bench) -> None:
-    """Each drive is held to a speed that the processors can serve twice over, where the kernel lets it (cgroup v1).
+    """Compare one striped file with each drive alone, and with a file on each drive.
 
-    Without that, two of them are no faster than one where processors are few.
+    The rate of each drive is limited (with cgroup v1) to a value of which the processors can serve the double. Without
+    a limit, two drives over memory are as slow as one on machines with few processors.
     """
     size = 3 * bench.nbytes + 64 * MIB
     with bench.on_drives(size, DRIVE_NBYTES_PER_SECOND, 2) as both:
@@ -269,7 +274,7 @@ def striped(bench: Bench) -> None:
             STRIPED: [each / "striped" for each in drives],
         }
         worker = both[0].worker(peers.Drives, nbytes=bench.nbytes)
-        # The last round's files are read.
+        # The reads use the files of the last round of writes.
         for call, prepare, checked, rules in (
             ("write", remove, {"check": first}, "fresh files, O_DIRECT, no fsync"),
             ("read", make_cold, {}, "cold files, O_DIRECT"),
@@ -288,7 +293,7 @@ def striped(bench: Bench) -> None:
             bench.at_least(f"{what} over {BOTH}", 0.95, comparison.over(STRIPED, BOTH))
 
 
-# A file that the page cache holds: tensorferry must take the faster way by itself
+# A file in the page cache: tensorferry must choose the faster of buffered and direct reads automatically
 
 READINTO = "plain Python readinto"
 TOLD = "tensorferry.read direct=True"
@@ -297,7 +302,7 @@ DIRECT = "plain Python, O_DIRECT 8 MiB blocks"
 
 @scenario
 def warm(bench: Bench) -> None:
-    """Every contender reads the same file; it is brought back into the cache before each."""
+    """Compare reads of one file, which is read into the page cache before each measurement."""
     nbytes, worker, path = bench.nbytes, bench.worker, bench.directory / "source"
     write_pattern(path, nbytes, SEED)
     read = reads(path, make_warm, seed=SEED)
@@ -327,17 +332,17 @@ def warm(bench: Bench) -> None:
     better = max(known, key=lambda row: row.median, default=None)
     for label in by_itself:
         over = comparison.over(label, better)
-        bench.at_least(f"warm: {label}", 0.95, over, comparison.described(better, "better way"))
+        bench.at_least(f"warm: {label}", 0.95, over, comparison.describe(better, "faster way"))
 
 
-# What `tensorferry tune` stores beside the default settings, measured anew
+# The settings that `tensorferry tune` stores compared with the default settings, measured again
 
-TUNED, DEFAULT = "what tune found", "default settings"
+TUNED, DEFAULT = "settings of tune", "default settings"
 
 
 @scenario
 def tune(bench: Bench) -> None:
-    """Nothing that it stores is slower than what was there before, in turns and on a file of its own."""
+    """Check that the stored settings are not slower than the default ones, in turns, on a separate file."""
     seconds = 4.0 if bench.smoke else tuning.SECONDS
     job = tuning.Job((bench.directory,), seconds=seconds, nbytes=16 * MIB if bench.smoke else None)
     result = tuning.tune(job, lambda _: None, save=False)

@@ -1,11 +1,13 @@
-"""CUDA tensors to fresh files and back: ours, whole-tensor copies and other libraries, beside two limits.
+"""CUDA tensors to fresh files and back: tensorferry, whole-tensor copies and other libraries, with two limits.
 
-The limits are measured in the same rounds: the file system alone (the best of fio and of plain system calls from
-several threads), and copies between the GPU and pinned memory. No way through host memory is faster than the lower
-one. Rules: every write goes to a new file and is synced inside everybody's clock; files are dropped from the page
-cache before each read, but for tmpfs, which is nothing else; the kinds of memory that peers need are allocated before.
-A write is over when the file is synced, a read when the GPU has the bytes. The pattern is made and checked on the GPU.
-Sizes: ``--nbytes``, and eight times as much where the machine has room for it.
+Both limits are measured in the same rounds: the file system alone (the best of fio and of plain system calls from
+several threads), and copies between the GPU and pinned memory. A transfer through host memory cannot be faster than the
+lower limit.
+
+Rules: every write uses a new file, and its time includes the fsync. A read ends when the GPU has the bytes. Before each
+read the file is dropped from the page cache, except on tmpfs, which keeps its files there. Host memory that peers need
+is allocated before the clock starts. The pattern is made and checked on the GPU. The sizes are ``--nbytes``, and eight
+times as much if the machine has enough memory.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from benchmarks.peers import TransferPeer, async_io, move, succeed
 from tensorferry import _core
 from tensorferry.transfer.publication import sync_file
 from tensorferry.tuning import fio
-from tensorferry.tuning.gpus import why_no_gpu
+from tensorferry.tuning.gpus import gpu_refusal
 from tensorferry.tuning.machine.kernel import status_of_process
 from tensorferry.tuning.machine.limits import available_nbytes
 from tensorferry.tuning.rounds import Comparison, Contender, Kind, MeasurementError, Row
@@ -50,20 +52,20 @@ from tensorferry.tuning.workers import UnavailableError, Worker
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
-_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # the pattern's, as a signed number
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of benchmarks.memory, as a signed 64-bit integer
 _CHUNK_WORDS = 8 << 20
 _COPY_NBYTES = 256 * MIB
 _SAMPLE_SECONDS = 0.01
 
 
 def check_gpu() -> None:
-    """Raise UnavailableError, with the reason, where CUDA tensors cannot be moved."""
-    if reason := why_no_gpu():
+    """Raise UnavailableError, with the reason, if CUDA tensors cannot be moved on this machine."""
+    if reason := gpu_refusal():
         raise UnavailableError(f"no GPU: {reason}")
 
 
 class Device:
-    """What the GPU is."""
+    """The GPU's description, in a worker."""
 
     def __init__(self) -> None:
         check_gpu()
@@ -77,13 +79,13 @@ class Device:
 
 
 def fill(tensor: torch.Tensor, seed: int) -> None:
-    """Fill a tensor of bytes, a multiple of 8, with the pattern of the files."""
+    """Fill a byte tensor with the pattern of the files; its size is a multiple of 8."""
     for part, words in _parts(tensor, seed):
         part.copy_(words)
 
 
 def matches(tensor: torch.Tensor, seed: int) -> bool:
-    """Whether a tensor of bytes holds the pattern."""
+    """Return whether a byte tensor holds the pattern."""
     return all(torch.equal(part, words) for part, words in _parts(tensor, seed))
 
 
@@ -95,9 +97,9 @@ def _parts(tensor: torch.Tensor, seed: int) -> Any:
 
 
 class TensorPeer(TransferPeer):
-    """Writes and reads one tensor; subclasses say how, in ``put`` and ``get``.
+    """A contender that writes and reads one CUDA tensor; subclasses define ``put`` and ``get``.
 
-    ``device="cpu"`` is for tests of the benchmark itself.
+    ``device="cpu"`` is for the tests of this benchmark.
     """
 
     put: Any
@@ -109,7 +111,7 @@ class TensorPeer(TransferPeer):
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def pinned_nbytes(self) -> int:
-        """Host memory pinned for transfers that the kernel does not know of: NVIDIA's driver pins by itself."""
+        """Return the pinned host memory of this contender; the kernel's counters omit what NVIDIA's driver pins."""
         return 0
 
     def details(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class TensorPeer(TransferPeer):
 
 
 class Handle(TensorPeer):
-    """Our ``aio_handle``, or another handle of ours by its name."""
+    """tensorferry's ``aio_handle``, or another of its handles by name."""
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Handle(TensorPeer):
 
 
 class DeepSpeedHandle(TensorPeer):
-    """DeepSpeed's ``aio_handle``, given the same tensor."""
+    """DeepSpeed's ``aio_handle`` with a CUDA tensor."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -190,7 +192,7 @@ class DeepSpeedHandle(TensorPeer):
 
 
 class KvikIO(TensorPeer):
-    """kvikio's ``CuFile``, with as many threads as make it fast."""
+    """kvikio's ``CuFile`` with a number of threads."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         os.environ["KVIKIO_NTHREADS"] = str(threads)
@@ -213,9 +215,10 @@ class KvikIO(TensorPeer):
 
 
 class CopyThen(TensorPeer):
-    """What DeepNVMe does, better: all of the tensor goes through pinned memory of its size, kept for the next time.
+    """DeepNVMe's method, improved: the whole tensor is copied through pinned memory of its size, which is reused.
 
-    Our ``aio_handle`` moves that, or so many threads with ``pwritev``/``preadv`` past the page cache.
+    The pinned memory is moved by tensorferry's ``aio_handle``, or by so many threads with ``pwritev`` and ``preadv``
+    and O_DIRECT.
     """
 
     def __init__(self, nbytes: int, threads: int = 0, device: str = "cuda") -> None:
@@ -244,9 +247,9 @@ class CopyThen(TensorPeer):
 
 
 class StorageLimit:
-    """A file system alone, where fio is missing or not at its best: ``pwritev``/``preadv`` from several threads.
+    """The file system alone: ``pwritev`` and ``preadv`` from several threads, with arbitrary bytes.
 
-    What the bytes are does not matter.
+    This limit is an addition to fio, which may be missing or slower.
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -266,7 +269,7 @@ class StorageLimit:
 
 
 class CopyLimit:
-    """The copy alone: between a GPU and 256 MiB of pinned memory, again and again."""
+    """The copy alone: repeated copies between a GPU and 256 MiB of pinned memory."""
 
     def __init__(self, nbytes: int, device: str = "cuda") -> None:
         if device == "cuda":
@@ -292,7 +295,7 @@ class CopyLimit:
 
 
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Page-aligned memory that has been touched; pinned, or in huge pages where the kernel has them."""
+    """Return touched, page-aligned memory: pinned, or in transparent huge pages if the kernel has them."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
     memory = mmap.mmap(-1, nbytes)
@@ -307,7 +310,7 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 
 class LockedMemoryStopwatch(Stopwatch):
-    """Looks every 10 ms how much memory is locked or pinned, too, as far as Linux knows."""
+    """A stopwatch that also samples the kernel's counters of locked and pinned memory, every 10 ms."""
 
     locked_nbytes = 0
 
@@ -352,19 +355,19 @@ _FIOS = [
     Config("libaio", MIB, 128),
     Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
 ]
-# How much of each memory a run of one size takes, in tensors of that size: what lives at once in the workers below.
+# The memory that a run needs, as a number of tensors of its size: the workers below are alive at the same time.
 _GPU_TENSORS = 7
 _PINNED_TENSORS = 3  # two whole copies, and DeepSpeed's
 _FILES = 2
 
 
 def run(settings: Settings) -> Outcome:
-    """On the file system of the directory chosen."""
+    """Run the scenario on the file system of ``--directory``."""
     return _run(settings, "gpu", memory_file_system=False)
 
 
 def run_on_tmpfs(settings: Settings) -> Outcome:
-    """The same in memory, where the copies are the limit, or the kernel's own."""
+    """Run the scenario on tmpfs, where the copies to the GPU or those of the kernel are the limit."""
     return _run(replace(settings, directory=_TMPFS), "gpu on tmpfs", memory_file_system=True)
 
 
@@ -387,12 +390,12 @@ def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
             for comparison, verb in _transfers(bench, name, memory_file_system):
                 outcome.figures += figures(comparison, f"{name}: {size(sized.nbytes)} {verb}")
     if not fio.installed():
-        bench.note("fio is not installed: the file system's limit is that of plain calls")
+        bench.note("fio is not installed: plain system calls give the file system's limit")
     return outcome
 
 
 def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool) -> str:
-    """Say what a tensor of nbytes is too large for, or nothing."""
+    """Return a message about the memory or space that a tensor of nbytes lacks, or an empty string."""
     host = _PINNED_TENSORS + (_FILES if in_memory else 0)
     loops = len(_THREADS) * min(nbytes, GIB)
     wanted = {
@@ -401,15 +404,15 @@ def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool)
         str(directory): (_FILES * nbytes + 64 * MIB, shutil.disk_usage(directory).free),
     }
     short = [
-        f"{needed / GIB:.1f} GiB of {what}, of which {there / GIB:.1f} are free"
+        f"{needed / GIB:.1f} GiB of {what} ({there / GIB:.1f} GiB free)"
         for what, (needed, there) in wanted.items()
         if there < needed
     ]
-    return f"{size(nbytes)} is left out: it needs {', and '.join(short)}" if short else ""
+    return f"{size(nbytes)} is left out: it needs {' and '.join(short)}" if short else ""
 
 
 def limits(comparison: Comparison) -> list[Row]:
-    """The best that the file system and that copies did, the lower one first; nothing where either is missing."""
+    """Return the best rows of the file system and of the copies, the lower one first; [] if either is missing."""
     storage = [row for row in (comparison.best("fio"), comparison.best("limit", "storage")) if row]
     copy = comparison.best("limit", "copy")
     if not storage or not copy:
@@ -419,15 +422,15 @@ def limits(comparison: Comparison) -> list[Row]:
 
 
 def figures(comparison: Comparison, what: str) -> list[Figure]:
-    """The promises about one comparison."""
+    """Return the promised figures of one comparison."""
     ours, found = comparison.row(OURS), limits(comparison)
     over = comparison.over(OURS, found[0]) if found else None
-    note = "; ".join(comparison.described(row, "a limit") for row in found)
-    # Overlapping them pays where they are within a factor of 2.
+    note = "; ".join(comparison.describe(row, "a limit") for row in found)
+    # Overlapping copies and I/O has a large effect only if the limits are within a factor of 2.
     comparable = found and found[1].median <= 2 * found[0].median
     whole = comparison.best("peer", "whole")
     least, over_whole = 1.5 if comparable else 1.0, comparison.over(OURS, whole)
-    best = comparison.described(whole, "best")
+    best = comparison.describe(whole, "best")
     locked = [sample.details["locked_nbytes"] / MIB for sample in ours.samples] if ours else []
     most, note = max(locked, default=None), note or "a limit was not measured"
     return [
@@ -466,7 +469,7 @@ def _transfers(bench: Bench, name: str, memory_file_system: bool) -> list[tuple[
 
 
 def _movers(bench: Bench) -> list[tuple[str, Kind, tuple[str, ...], Worker]]:
-    """All that is no fio and no copy: label, kind, tags, and the worker that each runs in."""
+    """Make all contenders except fio and the copies; return the label, kind, tags and worker of each."""
     made: list[tuple[str, Kind, tuple[str, ...], Worker]] = []
 
     def add(label: str, kind: Kind, tags: tuple[str, ...], peer: str, **options: Any) -> None:

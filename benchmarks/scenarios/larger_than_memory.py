@@ -1,13 +1,13 @@
-"""A training step of a model that is larger than its memory, beside its two bounds and DeepSpeed.
+"""A training step of a model that is larger than its memory, compared with its two lower bounds and with DeepSpeed.
 
-Parameters, gradients and AdamW's state in fp32 on a drive (`--parameters` of them, in `--nbytes` of memory). A step
-cannot be shorter than computing alone, which is the same training in memory, with activations computed again as well;
-nor than its I/O alone, which is fio reading and writing as many bytes at once. DeepSpeed's ZeRO-3 has the same model,
-batch and optimizer, and parameters and optimizer on NVMe.
+Parameters, gradients and AdamW's state in fp32 are on a drive (`--parameters` parameters, in `--nbytes` of memory). Two
+times are lower bounds of a step. The first is computing alone: the same training in memory, which also computes
+activations again. The second is I/O alone: fio reads and writes as many bytes at the same time. DeepSpeed's ZeRO-3
+trains the same model with the same batches and optimizer, with parameters and optimizer on NVMe.
 
-Each sample is a process of its own, so that one training's memory is there at a time: three steps to warm up, and the
-one that counts, until its last write has ended. Peak memory is what is resident at most during that step, and beside it
-since the process began.
+Each sample runs in a separate process, and only one process exists at a time, which leaves the whole memory to it. It
+makes three steps to warm up, and then measures one step until its last write has ended. Peak memory is the largest
+resident memory during that step; a second figure is the largest since the process began.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ if TYPE_CHECKING:
 
 OURS, IN_BACKWARD = "tensorferry", "tensorferry, step_in_backward"
 COMPUTING, THEIRS = "torch, in memory", "DeepSpeed, ZeRO-3 with NVMe"
-# The first makes files and states, the second is the first one with known order, and after it DeepSpeed frees memory.
+# The first step makes the files and the states, the second is the first in a known order, and DeepSpeed frees memory
+# after the second.
 _WARM_UP_STEPS = 3
-# With widths that are not whole blocks of its swapper, 512 elements here, DeepSpeed 0.19.8 trains with wrong gradients.
+# The widths are multiples of the block of DeepSpeed's swapper, which is 512 elements here. With other widths DeepSpeed
+# 0.19.8 trains with wrong gradients.
 _WIDTHS = (512, 1024)
 _WIDE_FROM = 50_000_000
 _SEQUENCE = 128
 
 
 class Trainer:
-    """A training from its first step on; subclasses have the models and optimizers."""
+    """A training, in a worker; subclasses make the model and the optimizer."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
 
     def measure(self) -> dict[str, Any]:
-        """Warm up, and time one step."""
+        """Run the steps that warm up, and measure the next one."""
         losses = [self.step(number) for number in range(_WARM_UP_STEPS)]
         ever = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         before = self.moved_nbytes()
@@ -73,19 +75,22 @@ class Trainer:
         return watch.as_value(watch.seconds, sum(moved), **details)
 
     def step(self, number: int) -> str:
-        """Learn from a batch until all is written; return the loss to the last bit, hexadecimal."""
+        """Train on a batch, and wait for all writes; return the exact loss as a hexadecimal string."""
         raise NotImplementedError
 
     def moved_nbytes(self) -> list[int]:
-        """Return the bytes read and written so far; here, by the kernel's count."""
+        """Return the bytes read and written so far, as the kernel counts them."""
         return [drive_nbytes("read"), drive_nbytes("write")]
 
     def close(self) -> None:
-        """Give up what is on the drive."""
+        """Close the optimizer and remove its files."""
 
 
 class InMemory(Trainer):
-    """All of it in memory, and gradients in the same memory in each step: fresh pages would make the bound longer."""
+    """The training in memory: the lower bound of computing.
+
+    Gradients stay in the same memory in each step, because page faults of fresh memory would make the bound longer.
+    """
 
     zeroing: dict[str, bool] = {"set_to_none": False}  # noqa: RUF012
 
@@ -104,7 +109,7 @@ class InMemory(Trainer):
 
 
 class Offloaded(InMemory):
-    """All of it on a drive, but for what a budget has room for."""
+    """The training with all states on a drive, in a memory budget."""
 
     zeroing: dict[str, bool] = {}  # noqa: RUF012
 
@@ -137,16 +142,17 @@ class Offloaded(InMemory):
 
 
 class OfDeepspeed(Trainer):
-    """All of it on a drive by DeepSpeed, on its own engine, but for gradients and what it cannot do without."""
+    """The training by DeepSpeed on its own engine, with all states on a drive except gradients and a necessary rest."""
 
     def __init__(self, threads: int, directory: Path, memory_budget: int, **size: int) -> None:
         super().__init__(threads)
         _, self._scratch = _begin(served=False)
         from benchmarks.training import Training
 
+        # DeepSpeed swaps only tensors of at least one block. The head is smaller than 2 MiB, so it stays in memory,
+        # which DeepSpeed needs: see benchmarks.training._hold_to.
         aio = {
-            "block_size": 2
-            * MIB,  # and the head, used twice in a row, stays in memory: see _hold_to
+            "block_size": 2 * MIB,
             "queue_depth": 32,
             "intra_op_parallelism": 2,
             "overlap_events": True,
@@ -167,7 +173,7 @@ def _adamw(model: Transformer) -> torch.optim.Optimizer:
 def step(bench: Bench) -> None:
     parameters = bench.settings.parameters
     hidden = _WIDTHS[parameters >= _WIDE_FROM]
-    # A block has 12 hidden^2 parameters, and some blocks are in memory at a time, with gradients.
+    # A block has 12 * hidden**2 parameters, and several blocks are in memory at a time, with their gradients.
     budget = max(bench.nbytes, 64 * 4 * hidden * hidden)
     size = {"hidden": hidden, "layers": max(2, round(parameters / (12 * hidden * hidden)))}
     threads = 1 if bench.smoke else len(os.sched_getaffinity(0))
@@ -196,7 +202,7 @@ def step(bench: Bench) -> None:
     def alone(label: str) -> Contender:
         def measure(_: int) -> Sample:
             if label not in moved:
-                raise UnavailableError("no step has shown what is to be moved")
+                raise UnavailableError("no step has been measured, so its bytes are unknown")
             return both_ways(bench.directory, both_ways_config(), **moved[label])
 
         return Contender(_alone(label), "limit", measure)
@@ -204,7 +210,7 @@ def step(bench: Bench) -> None:
     ours = {OURS: False, IN_BACKWARD: True}
     comparison = bench.compare(
         f"a step of {size['layers']} layers of {hidden}, in {budget / MIB:.4g} MiB",
-        "fp32, AdamW, activations of blocks computed again; with all writes",
+        "fp32, AdamW, activations of blocks computed again; until all is written",
         ours={
             label: training(label, Offloaded, step_in_backward=way) for label, way in ours.items()
         },
@@ -220,7 +226,8 @@ def step(bench: Bench) -> None:
     if theirs and comparison.row(COMPUTING):
         pairs = zip(losses[THEIRS], losses[COMPUTING], strict=True)
         furthest = max(abs(float.fromhex(a) / float.fromhex(b) - 1) for a, b in pairs)
-        bench.at_most("DeepSpeed: how far it is from training in memory", 0.05, furthest)
+        what = "DeepSpeed: largest relative difference of a loss from training in memory"
+        bench.at_most(what, 0.05, furthest)
     for label in ours:
         over = over_the_slower(comparison, label, COMPUTING, _alone(label))
         bench.at_most(f"{label}: a step over max(computing, I/O alone)", 1.15, over)
@@ -238,9 +245,13 @@ def _alone(label: str) -> str:
 
 
 def _tell(bench: Bench, comparison: Comparison, parameters: int) -> None:
-    """Tell what a step of each costs, as a table."""
-    heads = ("s a step", "GB read", "written", "B/param", "peak MiB", "of all", "CPU s")
-    heads += ("of bound", "of peer")
+    """Add notes that form a table of the cost of each contender's step.
+
+    The columns are seconds, GB read and written, bytes moved for each parameter, peak memory of the step and of the
+    process, CPU seconds, and the step's time divided by its lower bound and by DeepSpeed's time.
+    """
+    heads = ("s/step", "GB read", "written", "B/param", "peak MiB", "ever MiB", "CPU s")
+    heads += ("/bound", "/DeepSp.")
     lines = [("", *heads)]
     for row in comparison.sorted_rows():
         bound = over_the_slower(comparison, row.label, COMPUTING, _alone(row.label))

@@ -1,7 +1,8 @@
-"""Steps of a training while its checkpoint follows to a bucket, beside the same steps while that is stopped.
+"""Training steps while a mirror uploads the checkpoint to a bucket, compared with steps while the mirror is stopped.
 
-The bucket is moto's on loopback, in a control group of its own that has what the others leave: a network is to be
-measured where there is one, and on a training's machine no server runs.
+The bucket is a moto server on loopback, in a separate control group that receives only the processor time that the
+other processes leave. A training's machine does not run an S3 server, so its processor time must not slow down the
+steps. Measure the speed of a network on a machine that has one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 _STEPS = 10
 _ROUNDS = 24
 _WIDTH, _BATCH = 1024, 256
-# Of cgroup v1 and v2: where groups are made, and what has little of the processors.
+# For cgroup v1 ("cpu") and v2 (""): the file for a group's share of processor time, and its smallest value.
 _GROUPS = {"cpu": ("cpu.shares", "2"), "": ("cpu.weight", "1")}
 
 
 class Trainer:
-    """Trains, in a worker, with a mirror that is always on its way."""
+    """A training, in a worker, with a mirror that is uploading during every measurement."""
 
     def __init__(self, root: str, nbytes: int, threads: int, bucket: list[str]) -> None:
         from tests.support.buckets import Bucket
@@ -63,10 +64,10 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def steps(self, uploads: bool) -> dict[str, Any]:
-        """Tell how long a step takes, and how much the mirror has read of its files meanwhile."""
+        """Measure some steps while the mirror uploads, or while it is stopped, and the bytes that the mirror reads."""
         mirror: Any = self.checkpoints._mirror
         mirror.check()
-        if mirror.unfinished() is None:
+        if mirror.unfinished() is None:  # all is uploaded: give the mirror another checkpoint
             self.checkpoints.save(next(self.numbers), self.state, wait=True)
             for _ in range(_STEPS):
                 self.step()
@@ -93,7 +94,7 @@ def _nbytes_read(process: int) -> int:
 
 @scenario
 def steps(bench: Bench) -> None:
-    """How long a step of training takes while its mirror uploads, with all processors busy, and with half of them."""
+    """Measure a training step while its mirror uploads, with training threads on all and on half of the processors."""
     if not all(map(importlib.util.find_spec, ("moto", "flask_cors", "obstore"))):
         raise UnavailableError("moto or obstore is not installed")
     from tests.support import buckets
@@ -101,7 +102,7 @@ def steps(bench: Bench) -> None:
     with _leftovers() as command, buckets.s3_server(command) as address:
         if not command:
             bench.note(
-                "the server has no control group of its own, and takes part of the processors"
+                "no control group is available for the server, so it competes for the processors"
             )
         everything = os.cpu_count() or 1
         for threads in dict.fromkeys([everything, max(1, everything // 2)]):
@@ -115,7 +116,7 @@ def steps(bench: Bench) -> None:
             )
             comparison = bench.compare(
                 f"a step on {threads} of {everything} processors",
-                f"{bench.nbytes >> 20} MiB on their way",
+                f"the mirror uploads {bench.nbytes >> 20} MiB",
                 ours={"while the mirror uploads": _steps(worker, rates)},
                 peer={"while it is stopped": _steps(worker, None)},
                 unit="s",
@@ -127,7 +128,7 @@ def steps(bench: Bench) -> None:
                 f"steps while a mirror uploads, on {threads} of {everything} processors",
                 1.05,
                 over,
-                note=f"it read {statistics.fmean(rates):.0f} MB/s of its files meanwhile",
+                note=f"the mirror read {statistics.fmean(rates):.0f} MB/s of its files",
             )
 
 
@@ -143,7 +144,10 @@ def _steps(worker: Worker, rates: list[float] | None) -> Measure:
 
 @contextlib.contextmanager
 def _leftovers() -> Iterator[list[str]]:
-    """Make a control group that gets what others leave of the processors, and give a command that runs one in it."""
+    """Make a control group with the smallest share of processor time, and yield a command prefix that runs in it.
+
+    Yield an empty list if this process cannot make control groups.
+    """
     for controller, (name, least) in _GROUPS.items():
         group = _own_group(controller) / f"tensorferry-bench-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -153,7 +157,8 @@ def _leftovers() -> Iterator[list[str]]:
                 yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
                 return
             finally:
-                for _ in range(100):  # what was in it is about to end
+                # rmdir fails with EBUSY until the server's processes have ended.
+                for _ in range(100):
                     with contextlib.suppress(OSError):
                         group.rmdir()
                         break
@@ -162,7 +167,7 @@ def _leftovers() -> Iterator[list[str]]:
 
 
 def _own_group(controller: str) -> Path:
-    """Return the control group of this process: where it has what it shares with the server."""
+    """Return the control group of this process, in which the server's group is made."""
     root = Path("/sys/fs/cgroup", controller)
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

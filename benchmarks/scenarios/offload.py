@@ -1,10 +1,12 @@
-"""Optimizer state and weights on a drive, beside the same bytes moved alone, computing in memory, and DeepSpeed.
+"""Optimizer state and weights on a drive, compared with the same I/O alone, with computing in memory, and DeepSpeed.
 
-Rules: parameters and gradients in fp32, in tensors as a transformer has them; one process has them once, and the
-optimizer in memory and the offloaded ones of all budgets step them in turns. A step counts until its last write has
-ended. The same I/O alone: as many buckets of the same size, read into as many slots and written from there as soon as
-they are read, through a store of its own. Peak memory in a process for each budget: from before the optimizer is made
-to the end of its third step, above parameters and gradients.
+Rules: parameters and gradients are in fp32, in tensors of the shapes of a transformer. One process has one copy of
+them, and the optimizer in memory and the offloaded optimizers of all budgets step them in turns. The time of a step
+includes its last write.
+
+"The same I/O alone" moves as many buckets of the same size: it reads them into as many slots, and writes each as soon
+as it is read, through a separate store. Peak memory is measured in a separate process for each budget, from before the
+optimizer is made to the end of its third step, in addition to parameters and gradients.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ ALLOWANCE_NBYTES = 64 * MIB
 IN_MEMORY = "torch, in memory"
 THEIRS = "DeepSpeed, ZeRO-3 with NVMe"
 MIXED = "fio, all state read and written at once"
-_DEEPSPEED_BUFFERS = 12  # four for each state that is read, stepped and written at a time
-_PEAK_ROUNDS_MAX = 2  # it does not vary as time does
+# Four buffers for each of three states: one is read, one is stepped, and one is written at a time.
+_DEEPSPEED_BUFFERS = 12
+_PEAK_ROUNDS_MAX = 2  # memory varies less than time
 _DRIVES_PARAMETERS_MAX = 30_000_000
-# Two such drives both ways at once leave processors, which play the drives as well, time to step.
+# The processors also do the work of the loop devices. At this rate, two drives with reads and writes at the same time
+# leave them enough time to step.
 _DRIVE_NBYTES_PER_SECOND = 400_000_000
 
 
 class Stepper:
-    """Parameters and gradients, and optimizers of them."""
+    """Parameters, their gradients, and their optimizers, in a worker."""
 
     def __init__(self, shapes: list[tuple[int, ...]], threads: int) -> None:
         torch.set_num_threads(threads)
@@ -67,7 +71,7 @@ class Stepper:
         self._params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         for param in self._params:
             param.grad = torch.full_like(param, 1e-3)
-        # What torch imports with the first step of all.
+        # The first step of an optimizer imports modules of torch, which is not part of the measurement.
         small = nn.Parameter(torch.zeros(1))
         small.grad = torch.zeros(1)
         torch.optim.AdamW([small], fused=True).step()
@@ -76,7 +80,7 @@ class Stepper:
         self._alone: dict[int, Traffic] = {}
 
     def step_in_memory(self) -> dict[str, Any]:
-        """Step the optimizer as it is."""
+        """Measure a step of the optimizer in memory."""
         if self._in_memory is None:
             self._in_memory = self._new()
             self._in_memory.step()
@@ -85,11 +89,11 @@ class Stepper:
         return watch.as_value(watch.seconds)
 
     def step(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
-        """Step an offloaded one, and wait for its writes."""
+        """Measure a step of an offloaded optimizer, including its writes."""
         name = f"{budget_nbytes} {directories}"
         if name not in self._offloaded:
             self._offloaded[name] = self._offload(budget_nbytes, directories)
-            for _ in range(2):  # the second one is as all that follow
+            for _ in range(2):  # from the second step on, all steps do the same I/O
                 self._offloaded[name].step()
                 self._offloaded[name].drain()
         optimizer = self._offloaded[name]
@@ -111,7 +115,7 @@ class Stepper:
     def move_alone(
         self, budget_nbytes: int, directory: Path, how: dict[str, int]
     ) -> dict[str, Any]:
-        """Move what a step has moved."""
+        """Measure the same I/O as that of a step, without the step; ``how`` has the details of the step's sample."""
         if budget_nbytes not in self._alone:
             bucket = how["bucket_nbytes"]
             slots = max(how["memory_nbytes"] // bucket, 1)
@@ -122,7 +126,7 @@ class Stepper:
         return watch.as_value(watch.seconds)
 
     def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
-        """Make an offloaded optimizer and take its first steps."""
+        """Measure the peak memory of making an offloaded optimizer and of its first three steps."""
         with Stopwatch() as watch:
             optimizer = self._offload(budget_nbytes, directories)
             for _ in range(3):
@@ -130,18 +134,18 @@ class Stepper:
             optimizer.drain()
         optimizer.close()
         if watch.peak_growth_nbytes is None:
-            raise UnavailableError("the kernel does not tell the peak of memory")
+            raise UnavailableError("the kernel does not report peak memory")
         return watch.as_value(watch.peak_growth_nbytes / MIB)
 
     def checkpoint(self, budget_nbytes: int, directories: list[Path], path: Path) -> dict[str, Any]:
-        """Keep the state as a checkpoint."""
+        """Measure a checkpoint of an offloaded optimizer's state."""
         optimizer = self._offloaded[f"{budget_nbytes} {directories}"]
         with Stopwatch() as watch:
             optimizer.checkpoint(path)
         return watch.as_value(watch.seconds)
 
     def end(self) -> None:
-        """Give space on drives back."""
+        """Close all optimizers and stores, which frees their space on the drives."""
         for each in [*self._offloaded.values(), *self._alone.values()]:
             each.close()
         self._offloaded, self._alone = {}, {}
@@ -155,7 +159,7 @@ class Stepper:
 
 
 def shapes(parameters: int) -> list[tuple[int, ...]]:
-    """The tensors of a transformer of at least so many parameters: an embedding, and blocks."""
+    """Return the shapes of a transformer with at least so many parameters: an embedding, and blocks."""
     width = 64 * max(1, min(16, round((parameters / 300e6) ** (1 / 3) * 16)))
     found: list[tuple[int, ...]] = [(max(parameters // 10 // width, 1), width)]
     block = [(3 * width, width), (3 * width,), (width, width), (width,)]
@@ -173,7 +177,7 @@ def _budgets_below(nbytes: int, otherwise: int) -> list[int]:
 
 
 def _stepper(bench: Bench, parameters: int) -> Worker:
-    """Its threads are as users have them; one where nothing is to be measured, and others may be at work."""
+    """Start a worker with as many threads as processors, or with one thread in a smoke test, which shares them."""
     threads = 1 if bench.smoke else len(os.sched_getaffinity(0))
     return bench.worker(Stepper, shapes=shapes(parameters), threads=threads)
 
@@ -184,7 +188,7 @@ def _step(stepper: Worker, budget: int, *directories: Path) -> Measure:
 
 @scenario
 def steps(bench: Bench) -> None:
-    """Steps, checkpoints, and what memory they take."""
+    """Measure steps, checkpoints, and peak memory."""
     parameters = bench.settings.parameters
     state_nbytes = parameters * STATE_NBYTES_PER_PARAMETER
     budgets = _budgets_below(state_nbytes, otherwise=max(state_nbytes // 4, 4 * MIB))
@@ -199,7 +203,7 @@ def steps(bench: Bench) -> None:
 
 
 def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Steps of all budgets, and what bounds them, in turns."""
+    """Compare steps with all budgets, and their lower bounds, in turns."""
     shown: dict[int, dict[str, Any]] = {}
 
     def stepping(budget: int) -> Measure:
@@ -213,7 +217,7 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
     def alone(budget: int) -> Measure:
         def how(_: int) -> dict[str, int]:
             if budget not in shown:
-                raise UnavailableError("no step has shown what is to be moved")
+                raise UnavailableError("no step has been measured, so its bytes are unknown")
             return shown[budget]
 
         where: dict[str, Any] = {"budget_nbytes": budget, "directory": drive}
@@ -221,7 +225,7 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
 
     comparison = bench.compare(
         f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",
-        "AdamW, fused, fp32; with all writes",
+        "AdamW, fused, fp32; until all is written",
         ours={_label(budget): stepping(budget) for budget in budgets},
         limit={IN_MEMORY: measured(stepper, "step_in_memory")}
         | {_alone_label(budget): alone(budget) for budget in budgets[:-1]},
@@ -232,7 +236,7 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
         limits = [
             m for label in (IN_MEMORY, _alone_label(budget)) if (m := comparison.median(label))
         ]
-        others = "that in memory" if last else "the greater of its I/O alone and that in memory"
+        others = "in memory" if last else "max(its I/O alone, step in memory)"
         over = row.median / max(limits) if row and limits else None
         what = f"offload: step with {_label(budget)} over {others}"
         bench.at_most(what, 1.02 if last else 1.05, over)
@@ -242,7 +246,7 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
 
 
 def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Checkpoints between steps; what a budget holds has to be written first."""
+    """Compare checkpoints between steps; a checkpoint first writes the state that the budget holds in memory."""
     path = bench.directory / "checkpoint"
 
     def checkpoint(budget: int) -> Measure:
@@ -251,7 +255,7 @@ def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path)
         save = measured(stepper, "checkpoint", remove, [path], **where)
 
         def measure(number: int) -> Sample:
-            step(number)  # the one before is outdated
+            step(number)  # changes the state, so a checkpoint has to write it
             return save(number)
 
         return measure
@@ -264,26 +268,26 @@ def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path)
 
     def step_without(number: int) -> Sample:
         remove(path)
-        step(number)  # what the checkpoint had is replaced
+        step(number)  # replaces the files that the checkpoint shared with the state
         return step(number)
 
     nbytes = bench.settings.parameters * STATE_NBYTES_PER_PARAMETER
     made = bench.compare(
         "offload: a checkpoint",
-        f"of {nbytes / GB:.3g} GB, on the file system of the state",
+        f"{nbytes / GB:.3g} GB, on the file system of the state",
         ours={_label(budget): checkpoint(budget) for budget in budgets},
         unit="s",
     )
     found = bench.compare(
         "offload: a step after a checkpoint",
-        f"{_label(budgets[0])}; checkpoints there are beside it",
-        ours={"after one": step_after},
+        f"{_label(budgets[0])}; the checkpoint exists during the step",
+        ours={"after a checkpoint": step_after},
         limit={"without": step_without},
         unit="s",
     )
     remove(path)
     bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
-    over = found.over("after one", "without")
+    over = found.over("after a checkpoint", "without")
     bench.at_most("offload: a step after a checkpoint over one without", 1.1, over)
 
 
@@ -299,7 +303,7 @@ def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
 
     comparison = bench.compare(
         "offload: memory",
-        "growth of the peak above parameters and gradients, three steps",
+        "growth of peak memory in three steps, without parameters and gradients",
         ours={_label(budget): in_a_new_process(budget) for budget in budgets},
         unit="MiB",
         rounds=bench.rounds_at_most(_PEAK_ROUNDS_MAX),
@@ -307,13 +311,14 @@ def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
     for budget in budgets:
         most = (1.1 * budget + ALLOWANCE_NBYTES) / MIB
         row = comparison.row(_label(budget))
-        what, note = f"offload: peak with {_label(budget)}", "the budget + 10 % + 64; the worst"
+        what = f"offload: peak with {_label(budget)}"
+        note = "largest sample; target: the budget + 10 % + 64 MiB"
         bench.at_most(what, most, row.median.high if row else None, note, "MiB")
 
 
 @scenario
 def two_drives(bench: Bench) -> None:
-    """Two directories on drives of their own, beside each of them alone (root only)."""
+    """Compare steps with two directories on separate drives with each drive alone (root only)."""
     parameters = min(bench.settings.parameters, _DRIVES_PARAMETERS_MAX)
     state_nbytes = STATE_NBYTES_PER_PARAMETER * parameters
     budget = min(BUDGETS_NBYTES[0], max(state_nbytes // 4, 4 * MIB))
@@ -342,7 +347,7 @@ def two_drives(bench: Bench) -> None:
 
 @scenario
 def beside_deepspeed(bench: Bench) -> None:
-    """Steps of ours and of DeepSpeed's ZeRO-3, both with fp32 state on NVMe, in processes of their own."""
+    """Compare steps with those of DeepSpeed's ZeRO-3, both with fp32 state on NVMe, in separate processes."""
     if not bench.deepspeed_wanted():
         return
     parameters, directory = bench.settings.parameters, bench.directory
@@ -363,14 +368,14 @@ def beside_deepspeed(bench: Bench) -> None:
     budgets = _budgets_below(state_nbytes // 2, otherwise=state_nbytes // 4)
 
     def their_step(number: int) -> Sample:
-        for _ in range(3 if number == 0 else 0):  # the first ones make files, and read nothing
+        for _ in range(3 if number == 0 else 0):  # the first steps make files and read nothing
             theirs.call("step")
         return Sample(**theirs.call("step"))
 
     made = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
     comparison = bench.compare(
-        f"offload: a step of {parameters / 1e6:.3g} M parameters, and DeepSpeed's",
-        "fp32, AdamW, fused; DeepSpeed reads and writes pipelined",
+        f"offload: a step of {parameters / 1e6:.3g} M parameters, compared with DeepSpeed",
+        "fp32, AdamW, fused; DeepSpeed with pipelined reads and writes",
         ours=made,
         peer={THEIRS: their_step},
         more=_mixed(bench, state_nbytes),
@@ -396,20 +401,20 @@ def _moved_nbytes(row: Row) -> float:
 
 
 def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
-    """All state read and written at once: the drive's limit for both."""
+    """Return the contender in which fio reads and writes all state at the same time: the limit of the drive."""
     config = both_ways_config()
     found = bench.each_fio([config], lambda *_: both_ways(bench.directory, config, nbytes, nbytes))
     return [replace(each, label=MIXED, kind="limit") for each in found]
 
 
 def both_ways_config() -> Config:
-    """What fio reads and writes with at once, in huge pages where there are enough for two jobs."""
+    """Return fio's configuration for reads and writes at the same time, with huge pages if two jobs have enough."""
     huge = fio.free_huge_pages_nbytes() >= 2 * 64 * MIB
     return Config("io_uring", MIB, 64, huge_pages=huge)
 
 
 def both_ways(directory: Path, config: Config, read_nbytes: int, written_nbytes: int) -> Sample:
-    """Time fio's reads of one file beside its writes of another."""
+    """Measure fio's reads of one file and its writes of another at the same time."""
     arguments: list[str] = []
     wanted = {"read": read_nbytes // MIB * MIB, "write": written_nbytes // MIB * MIB}
     wanted = {way: nbytes for way, nbytes in wanted.items() if nbytes}
@@ -437,15 +442,15 @@ def _alone_label(budget_nbytes: int) -> str:
     return f"the same I/O alone, {_label(budget_nbytes)}"
 
 
-# A training step of DeepSpeed's ZeRO-3 with all states on NVMe: its own engine against ours.
+# A training step of DeepSpeed's ZeRO-3 with all states on NVMe: its own engine compared with ours.
 #
-# One process each, both alive all the time and training in turns, so that a sample is some further steps of one of
-# them; the same model, batches and configuration; the losses must be the same to the last bit. A third one keeps all in
-# memory: what is left of its step is what the drive costs.
+# Each engine has a separate process. Both processes stay alive and train in turns; a sample is some more steps of one
+# of them. Model, batches and configuration are the same, and the losses must be equal to the last bit. A third training
+# keeps all states in memory; the difference to its time is the cost of the drive.
 
 OURS, OF_DEEPSPEED, ALL_IN_MEMORY = "tensorferry", "DeepSpeed", "all in memory"
 STEPS = 2
-# DeepSpeed's defaults, and what its tuner commonly finds.
+# DeepSpeed's defaults, and settings that its tuner commonly finds.
 AIO: dict[str, dict[str, Any]] = {
     "DeepSpeed's defaults": {},
     "queue depth 32, 4 threads": {"queue_depth": 32, "intra_op_parallelism": 4},
@@ -453,7 +458,7 @@ AIO: dict[str, dict[str, Any]] = {
 
 
 class Trainer:
-    """A training of one process with DeepSpeed, on its own engine or on ours, which goes on from sample to sample."""
+    """A training with DeepSpeed in one process, on its own engine or on ours; each sample continues the training."""
 
     def __init__(self, directory: Path, served: bool, **options: Any) -> None:
         self._clock, self._scratch = _begin(served)
@@ -462,7 +467,7 @@ class Trainer:
         self._training = Training(directory, **options)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
+        """Measure some steps, and the bytes that the process reads from and writes to drives during these steps."""
         before, in_handle = drive_nbytes("read", "write"), self._clock.seconds
         with Stopwatch() as watch:
             losses = [self._training.step() for _ in range(count)]
@@ -472,7 +477,7 @@ class Trainer:
 
 
 class OptimizerStepper:
-    """Steps of an optimizer whose states are on NVMe, on DeepSpeed's own engine."""
+    """Steps of an optimizer with states on NVMe, on DeepSpeed's own engine."""
 
     def __init__(
         self, directory: Path, shapes: list[tuple[int, ...]], buffers: int, aio: dict[str, Any]
@@ -483,7 +488,7 @@ class OptimizerStepper:
         self._training = OptimizerOnNvme(directory, shapes, buffers, aio)
 
     def step(self) -> dict[str, Any]:
-        """Time a step, and count what it, and the gradients for it, have moved."""
+        """Measure a step, and the bytes moved by it and by the computation of its gradients."""
         before = drive_nbytes("read", "write")
         self._training.compute_gradients()
         with Stopwatch() as watch:
@@ -493,9 +498,10 @@ class OptimizerStepper:
 
 
 def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
-    """Have DeepSpeed in this process, with its own engine or ours."""
+    """Initialize DeepSpeed in this process, with its own engine or, if ``served``, with ours."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
+    # DeepSpeed requires these variables, but the process group below uses a file.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import tensorferry.deepspeed
     from benchmarks.training import join
 
@@ -510,7 +516,7 @@ def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]
 
 
 class _HandleClock:
-    """How long DeepSpeed was held up by calls of a handle's methods: submitting and waiting."""
+    """The time that DeepSpeed spends in calls of a handle's methods, which submit requests and wait for them."""
 
     def __init__(self, kind: type) -> None:
         self.seconds = 0.0
@@ -520,7 +526,7 @@ class _HandleClock:
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            if self._inside:  # one method of ours may call another
+            if self._inside:  # a method of our handle may call another one
                 return method(*arguments, **keywords)
             self._inside, start = True, time.perf_counter()
             try:
@@ -538,7 +544,7 @@ def zero3(bench: Bench) -> None:
         return
     for name, aio in AIO.items():
         _trainings(bench, name, aio)
-        for worker in bench.workers:  # two trainings at a time, and no more
+        for worker in bench.workers:  # free the memory of these trainings before the next ones
             worker.close()
         bench.workers.clear()
 
@@ -553,7 +559,7 @@ def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
         worker = bench.worker(Trainer, **how, **size)
 
         def measure(number: int) -> Sample:
-            if number == 0:  # first steps make the files and the optimizer's states
+            if number == 0:  # the first steps make the files and the optimizer's states
                 losses[label] = worker.call("steps", count=2)["details"]["losses"]
             sample = Sample(**worker.call("steps", count=STEPS))
             losses[label] += sample.details["losses"]
@@ -563,7 +569,7 @@ def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
 
     comparison = bench.compare(
         f"zero3 step, {name}",
-        "seconds a step",
+        "all states on NVMe, except in memory",
         ours={OURS: steps(OURS, served=True)},
         peer={
             OF_DEEPSPEED: steps(OF_DEEPSPEED, served=False),
@@ -572,23 +578,23 @@ def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
         unit="s",
     )
     over = comparison.over(OURS, OF_DEEPSPEED)
-    bench.at_most(f"ZeRO-3 step, ours/DeepSpeed's, {name}", 1.0, over)
+    bench.at_most(f"ZeRO-3 step over DeepSpeed's, {name}", 1.0, over)
     if comparison.row(OURS) and comparison.row(OF_DEEPSPEED):
         pairs = zip(losses[OURS], losses[OF_DEEPSPEED], strict=False)
         bench.at_most(f"losses that differ, {name}", 0, sum(a != b for a, b in pairs))
     for label in (OURS, OF_DEEPSPEED):
         if row := comparison.row(label):
             held = statistics.median(s.details["in_handle"] for s in row.samples) / STEPS
-            moved = f"{_moved_nbytes(row) / STEPS / GB:.2f} GB a step"
-            spent = f"{held:.2f} of {row.median:.2f} s are spent in its handles"
+            moved = f"{_moved_nbytes(row) / STEPS / GB:.2f} GB in each step"
+            spent = f"{held:.2f} of {row.median:.2f} s are spent in the handle"
             bench.note(f"{name}: {label} moves {moved}; {spent}")
 
 
-# A model in a quarter of its memory: the time for each token, beside what it cannot be below.
+# A model in a quarter of its memory: the time for each token, compared with its lower bound.
 #
-# That is the slower of two: reading the bytes that a token needs, alone, and computing with all weights in memory.
-# Weights are float32 in four files, past the page cache; one token at a time, so that each weight is used once for each
-# read. accelerate's ``disk_offload`` has no budget and reads through the page cache.
+# The lower bound is the longer of two times: only reading the bytes that a token needs, and computing with all weights
+# in memory. Weights are float32 in four files, and reads bypass the page cache. The batch is one token, so each read of
+# a weight serves one use. accelerate's ``disk_offload`` has no budget and reads through the page cache.
 
 STREAMED, READ, ACCELERATE = "stream_weights", "reading alone", "accelerate disk_offload"
 _TOKENS = 4  # for one sample
@@ -596,7 +602,7 @@ _SHARDS = 4
 
 
 class Model:
-    """Blocks of two linear layers, as a decoder has them, of about so many bytes in float32; one token at a time."""
+    """A model with the blocks of two linear layers of a decoder, and about so many bytes of float32 weights."""
 
     def __init__(self, nbytes: int, directory: Path) -> None:
         self.width = 1024 if nbytes >= 256 * MIB else 128
@@ -608,7 +614,7 @@ class Model:
         self.stream: Any = None
 
     def save(self) -> int:
-        """Write the weights, in shards, so that they are not in the page cache; return their bytes."""
+        """Write the weights to shards; return their size in bytes."""
         from safetensors.torch import save_file
 
         state = self._whole().state_dict()
@@ -620,13 +626,13 @@ class Model:
         return sum(value.nbytes for value in state.values())
 
     def in_memory(self) -> dict[str, Any]:
-        """Compute tokens with all weights in memory."""
+        """Measure the time for a token with all weights in memory."""
         if self.model is None:
             self.model = self._whole()
         return self._tokens()
 
     def streamed(self, budget_nbytes: int) -> dict[str, Any]:
-        """Compute tokens with weights streamed; the first samples' passes are those that learn the order."""
+        """Measure the time for a token with streamed weights; two passes before the first sample learn the order."""
         if self.stream is None:
             with torch.device("meta"):
                 self.model = self._new()
@@ -639,7 +645,7 @@ class Model:
         return result | {"details": {"read_nbytes": read}}
 
     def read(self, nbytes: int) -> dict[str, Any]:
-        """Read as many bytes as a token of the streamed model does, and do nothing with them."""
+        """Measure only reading as many bytes as a token of the streamed model needs."""
         memory = tensorferry.empty(nbytes // _SHARDS, torch.uint8)
         with Stopwatch() as watch:
             for path in self.paths:
@@ -647,7 +653,7 @@ class Model:
         return watch.as_value(watch.seconds, nbytes)
 
     def disk_offload(self) -> dict[str, Any]:
-        """Compute tokens with accelerate's, which has no budget: it keeps nothing."""
+        """Measure the time for a token with accelerate's ``disk_offload``, which has no budget and keeps no weights."""
         if self.model is None:
             try:
                 from accelerate import disk_offload
@@ -721,7 +727,7 @@ def streamed_weights(bench: Bench) -> None:
 
 
 def over_the_slower(comparison: Comparison, ours: str, *bounds: str) -> Estimate | None:
-    """Return ours over the slower of what bounds it, round by round; None where one of them is missing."""
+    """Return ours over the slower of its bounds, round by round; None if one of them is missing."""
     rows = [comparison.row(label) for label in (ours, *bounds)]
     values = [[sample.value for sample in row.samples] for row in rows if row is not None]
     if len(values) < len(rows):
@@ -729,10 +735,11 @@ def over_the_slower(comparison: Comparison, ours: str, *bounds: str) -> Estimate
     return Estimate.of(one / max(others) for one, *others in zip(*values, strict=True))
 
 
-# An embedding on the drive before a pass that takes as long as its reads: the time for both, beside the same in memory.
+# An embedding on a drive, followed by a pass that takes as long as its reads: the time for both, compared with the same
+# in memory.
 #
-# Rows of 320 bytes of a cold file, 4,096 random ones a batch, without a cache of ours: so each row is read. The pass is
-# products of matrices by one thread, as many as take as long as the rows of a batch do when they are read alone.
+# A batch has 4,096 random rows of 320 bytes of a cold file. Each row is read, because the row cache is off. The pass is
+# a number of matrix products in one thread, which take as long as reading the rows of a batch alone.
 
 PREFETCHED, NOT_PREFETCHED = "TableEmbedding, prefetched", "TableEmbedding"
 _ROW_ELEMENTS = 80
@@ -741,7 +748,7 @@ _BATCHES = 24
 
 
 class Embedder:
-    """Looks up the rows of batches, and computes after each."""
+    """A model, in a worker, that looks up the rows of batches, and computes a pass after each batch."""
 
     def __init__(self, path: Path) -> None:
         torch.set_num_threads(1)
@@ -750,8 +757,8 @@ class Embedder:
         self.weight: nn.Embedding | None = None
 
     def calibrate(self) -> int:
-        """Return how many products take as long as a batch is read."""
-        self._compute(200)  # which gets faster as it is done more often
+        """Return the number of matrix products that take as long as reading a batch."""
+        self._compute(200)  # the first products are slower
         seconds = statistics.median(
             self.on_drive(0, prefetched=False, seed=seed)["value"] for seed in range(3)
         )
@@ -760,12 +767,12 @@ class Embedder:
         return math.ceil(200 * seconds / watch.seconds)
 
     def on_drive(self, products: int, prefetched: bool, seed: int) -> dict[str, Any]:
-        """Do passes with the weight on the drive."""
+        """Measure passes with the weight on the drive."""
         with tensorferry.Table(self.path, self.shape, torch.float32, direct=True) as table:
             return self._passes(TableEmbedding(table), products, prefetched, seed)
 
     def in_memory(self, products: int, seed: int) -> dict[str, Any]:
-        """Do the same passes with the weight in memory."""
+        """Measure the same passes with the weight in memory."""
         if self.weight is None:
             weight = torch.empty(self.shape)
             tensorferry.read(self.path, weight)
@@ -778,9 +785,11 @@ class Embedder:
             torch.randint(self.shape[0], (_BATCH_IDS,), generator=generator)
             for _ in range(_BATCHES + 1)
         ]
-        if prefetched:  # the first batch is before the clock, and after it there is one more
+        # The first batch is prefetched before the clock starts. In return the loop prefetches one batch more than it
+        # uses, so the measured time includes the reads of as many batches.
+        if prefetched:
             module.prefetch(batches[0])
-            module._reading._ahead()[0].wait()
+            module._reading._prefetched()[0].wait()
         with Stopwatch() as watch:
             for ids, following in itertools.pairwise(batches):
                 if prefetched:
@@ -818,11 +827,11 @@ def table_embedding(bench: Bench) -> None:
     comparison = bench.compare(
         "embedding",
         f"{_BATCH_IDS:,} rows of {4 * _ROW_ELEMENTS} bytes of {bench.nbytes >> 20} MiB, cold, and a pass that takes as "
-        "long as they are read",
+        "long as their reads",
         ours={PREFETCHED: passes("on_drive", prefetched=True)},
         limit={ALL_IN_MEMORY: passes("in_memory")},
         peer={NOT_PREFETCHED: passes("on_drive", prefetched=False)},
         unit="s a batch",
     )
     over = comparison.over(PREFETCHED, comparison.row(ALL_IN_MEMORY))
-    bench.at_most("embedding: prefetched, time over in memory", 1.05, over)
+    bench.at_most("embedding: time, prefetched over in memory", 1.05, over)

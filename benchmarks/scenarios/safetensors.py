@@ -1,14 +1,14 @@
-"""Models in safetensors files: loaded, read by plan, and saved; by ours, by the original, by torch's storage, and fio.
+"""Models in safetensors files: loads, loads by plan, and saves, by tensorferry, safetensors, torch's storage and fio.
 
-Rules: one process that loads to the CPU; every page of what was loaded is touched within the time, so that a map costs
-what it has put off; all bytes are compared afterwards. Cold: the files are dropped from the page cache before each
-load. Warm: they are brought there. Half: the first half of each is. What a cold load leaves in the cache is counted.
-All free memory, of which there is little more than is needed, is touched before the clock runs, whoever loads. Saves:
-fresh files, all on the drive at the end: fsync inside everybody's clock.
+Rules: one process loads to the CPU. The measured time includes a touch of every loaded page, because a memory map
+postpones its reads until then. All bytes are compared afterwards. For a cold load the files are dropped from the page
+cache, for a warm load they are read into the cache, and for "half" the first half of each file is. The bytes that a
+cold load leaves in the cache are counted. Only a little more memory than needed is free, and all of it is touched
+before the clock starts, for every contender. Saves write fresh files, and their time includes fsync.
 
-By plan: what eight tensor-parallel ranks read of one cold model, one after the other, sharing the page cache as those
-of a node do, in bytes that the kernel counts as fetched from storage; and by how much the peak of memory grows while
-all of a model is read in a budget, and nothing kept.
+By plan: eight tensor-parallel ranks load their parts of one cold model, one after the other, and share the page cache
+as the ranks of a node do. The figure is the number of bytes that the kernel counts as read from storage. A second
+figure is the growth of peak memory while a whole model is read in a budget without keeping the tensors.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ warnings.filterwarnings("ignore", module="torch")
 
 
 class Loader:
-    """Loads files again and again: by "ours", our "plans", or the original's "map" or "pread"."""
+    """A contender that loads files: with "ours" (load_file), "plans" (load_files), or safetensors' "map" or "pread"."""
 
     def __init__(self, way: str) -> None:
         theirs: Callable[..., dict[str, Any]] = safetensors.torch.load_file
         if way == "pread" and "backend" not in inspect.signature(theirs).parameters:
-            raise UnavailableError("this safetensors has no backends to choose from")
+            raise UnavailableError("this version of safetensors has no backends")
         self._load: Callable[[Any], dict[str, Any]] = {
             "ours": tensorferry.safetensors.torch.load_file,
             "plans": lambda path: dict(load_files(path)),
@@ -85,7 +85,7 @@ class Loader:
         return _crc(model)
 
     def load(self, paths: list[Path], crcs: list[int], fresh: bool) -> dict[str, Any]:
-        """Load all files, and touch every page; ``fresh``: into memory that has to be found."""
+        """Load all files, and touch every page; with ``fresh``, free memory is touched before."""
         if fresh:
             touch_free_memory()
         with Stopwatch() as watch:
@@ -110,7 +110,7 @@ def _crc(model: dict[str, torch.Tensor]) -> int:
 
 
 class Saver:
-    """Saves the weights of a model, and loads them."""
+    """A contender that saves the weights of a model, and loads them."""
 
     def __init__(self, nbytes: int, ours: bool) -> None:
         found = tensors(state_of(2 * nbytes))  # half as many bytes in bfloat16
@@ -132,7 +132,7 @@ class Saver:
         return watch.result(self._nbytes)
 
     def save_by_storage(self, path: Path) -> dict[str, Any]:
-        """Save to a directory, by torch.distributed.checkpoint."""
+        """Save to a directory with torch.distributed.checkpoint."""
         touch_memory(2 * self._nbytes)
         writer = self._storage.HuggingFaceStorageWriter
         with Stopwatch() as watch:
@@ -140,7 +140,7 @@ class Saver:
         return watch.result(self._nbytes)
 
     def load_by_storage(self, path: Path) -> dict[str, Any]:
-        """Load from a directory."""
+        """Load from a directory with torch.distributed.checkpoint."""
         reader = self._storage.HuggingFaceStorageReader
         with Stopwatch() as watch:
             dcp.load(self._state, storage_reader=reader(str(path)), no_dist=True)
@@ -148,13 +148,13 @@ class Saver:
 
 
 class Planner:
-    """Reads by plan."""
+    """A contender that loads by plan."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
 
     def save(self, path: Path, nbytes: int) -> None:
-        """Write a model whose tensors are divided by rows, by columns, and not at all."""
+        """Write a model with tensors that ranks divide by rows, by columns, or not at all."""
         width = 4096 if nbytes >= 256 * MIB else 512
         each = 4 * width * width  # two matrices of bfloat16
         model = {}
@@ -175,7 +175,7 @@ class Planner:
         save_sharded(model, path, nbytes // 4)
 
     def load(self, path: Path, ranks: int) -> dict[str, Any]:
-        """Load each rank's part, and say how much more was read for all than they need."""
+        """Load each rank's part, and measure the bytes read for all ranks over the bytes that they need."""
         needed, before = 0, drive_nbytes("read")
         with Stopwatch() as watch:
             for rank in range(ranks):
@@ -184,7 +184,7 @@ class Planner:
         return watch.as_value((drive_nbytes("read") - before) / needed, needed)
 
     def pass_over(self, path: Path, budget_nbytes: int) -> dict[str, Any]:
-        """Read all tensors in a budget, and keep none."""
+        """Read all tensors in a memory budget, and drop each of them."""
         nbytes = 0
         with Stopwatch() as watch:
             for _, tensor in load_files(path, memory_budget=budget_nbytes):
@@ -201,12 +201,12 @@ class Sharer:
         torch.set_num_threads(1)
 
     def meet(self, store: str, world: int) -> None:
-        """Make a process group; all do so at the same time."""
+        """Join the process group; all ranks call this at the same time."""
         met = dist.FileStore(store, world)
         dist.init_process_group("gloo", store=met, rank=self._rank, world_size=world)
 
     def load(self, path: Path, by_reader: bool, broadcast: bool) -> dict[str, Any]:
-        """Load all of it, and keep nothing of what comes one after the other."""
+        """Load the whole model, and count the bytes read; each tensor that ``load_files`` yields is dropped."""
         reader = checkpoint.HuggingFaceStorageReader(path, broadcast=broadcast)
         described = reader.read_metadata().state_dict_metadata if by_reader else {}
         state = {
@@ -223,7 +223,7 @@ class Sharer:
                 with load_files(path, broadcast=broadcast) as loaded:
                     nbytes = sum(tensor.nbytes for _, tensor in loaded)
                 asked = loaded.nbytes_read
-        # Not all file systems tell what they fetch.
+        # The kernel's count is zero on file systems that do not report their reads, such as network mounts.
         return watch.result(nbytes, read_nbytes=max(asked, drive_nbytes("read") - before))
 
 
@@ -241,13 +241,13 @@ RANKS = 8
 _WAYS = {OURS: "ours", MAP: "map", PREAD: "pread"}
 _BUDGET_NBYTES, _BUDGET_ALLOWANCE_NBYTES = 256 * MIB, 32 * MIB
 _SHARERS = 2
-# Milliseconds for each read of the server, the share of the bytes that safetensors' map loads in a minute or less, and
-# how many times as fast we are to be. With 1 ms processors are the limit: the server is in Python.
+# The server's delay of each read in milliseconds, the fraction of the bytes that safetensors' map loads within about a
+# minute, and the promised speed over it. With 1 ms the processors are the limit, because the server is in Python.
 _DELAYS = ((1, 1.0, 1.5), (10, 1.0, 5.0), (50, 0.25, 5.0))
 _MOUNT_ROUNDS_MAX = 3
-_ON_MOUNT = "cached.safetensors"  # the server lets the kernel cache what is called so
-_SAVE_ROUNDS_MAX = 3  # torch's storage takes 10 seconds for each
-_FIO_NBYTES = GIB  # fio starts at once, and goes on as it starts
+_ON_MOUNT = "cached.safetensors"  # the FUSE server lets the kernel cache a file of this name
+_SAVE_ROUNDS_MAX = 3  # torch's storage needs 10 seconds for each save
+_FIO_NBYTES = GIB  # enough for fio, which has its full speed from the first block on
 # The best of those that `large` tries.
 _FIOS = [
     Config("libaio", MIB, 128),
@@ -257,7 +257,7 @@ _SAVE_FIOS = [Config("io_uring", MIB, 32), *_FIOS]
 
 
 class _Model:
-    """The files of a model on some drive, and those who load them."""
+    """The files of a model in a bench's directory, and the workers that load them."""
 
     def __init__(self, bench: Bench, count: int, ways: tuple[str, ...] = (OURS, MAP)) -> None:
         self.bench = bench
@@ -289,7 +289,7 @@ class _Model:
         )
 
     def compare_cold(self, with_fio: bool) -> None:
-        """Load it cold, and look for what of it is in the page cache afterwards."""
+        """Compare cold loads, and check how much of the files is in the page cache afterwards."""
         found = self.compare("cold", make_cold, with_fio)
         if with_fio:
             self.bench.over_fio(f"cold load over fio, {self.where}", 0.92, found, OURS)
@@ -298,11 +298,11 @@ class _Model:
         for path in self.paths:
             make_cold(path)
         self.workers[OURS].call("load", paths=self.paths, crcs=self.crcs, fresh=False)
-        what = f"cached after a cold load, {self.where}"
+        what = f"fraction in the page cache after a cold load, {self.where}"
         self.bench.at_most(what, 0.0, _cached_share(self.paths))
 
     def compare_cached(self) -> None:
-        """Load it when all or half of it is in the page cache."""
+        """Compare loads while all or half of each file is in the page cache."""
         half = partial(make_warm, share=0.5)
         for state, prepare, target in (("warm", make_warm, 0.95), ("half", half, 1.0)):
             over = self.compare(state, prepare, with_fio=False).over(OURS, MAP)
@@ -311,21 +311,21 @@ class _Model:
 
 @scenario
 def cold(bench: Bench) -> None:
-    """One cold file."""
+    """Compare loads of one cold file."""
     with _little_memory(bench):
         _Model(bench, 1).compare_cold(with_fio=True)
 
 
 @scenario
 def cached(bench: Bench) -> None:
-    """One file, all of it or half in the page cache."""
+    """Compare loads of one file that is in the page cache, as a whole or half of it."""
     with _little_memory(bench):
         _Model(bench, 1).compare_cached()
 
 
 @scenario
 def four_files(bench: Bench) -> None:
-    """Four files of a quarter of the bytes; fio reads no better than from one."""
+    """Compare loads of four files, without fio, which is not faster with four files than with one."""
     with _little_memory(bench):
         model = _Model(bench, 4)
         model.compare_cold(with_fio=False)
@@ -334,7 +334,7 @@ def four_files(bench: Bench) -> None:
 
 @scenario
 def loop(bench: Bench) -> None:
-    """One cold file on a device that is as fast as memory (root only)."""
+    """Compare loads of one cold file on a device that is as fast as memory (root only)."""
     nbytes = _nbytes(bench)
     with bench.on_drives(nbytes + nbytes // 8 + 64 * MIB) as (fast,), _little_memory(fast):
         model = _Model(fast, 1, tuple(_WAYS))
@@ -351,7 +351,7 @@ def loop(bench: Bench) -> None:
 
 @scenario
 def mount(bench: Bench) -> None:
-    """One cold file on a FUSE mount whose server waits before each read; each load is by a fresh process."""
+    """Compare loads of one cold file on a FUSE mount with a delay before each read, each load in a fresh process."""
     if reason := why_unavailable():
         raise UnavailableError(reason)
     try:
@@ -380,7 +380,7 @@ def _load_from_mount(bench: Bench, delay_ms: int, nbytes: int, target: float) ->
 
             return load
 
-        where = f"FUSE, {delay_ms} ms a read"
+        where = f"FUSE, {delay_ms} ms for each read"
         found = bench.compare(
             f"safetensors cold, {where}",
             f"{nbytes / GIB:.2g} GiB, a fresh process each",
@@ -394,7 +394,7 @@ def _load_from_mount(bench: Bench, delay_ms: int, nbytes: int, target: float) ->
 
 @scenario
 def plans(bench: Bench) -> None:
-    """What ranks read, and the memory that a budget takes."""
+    """Measure the bytes that ranks read, and the peak memory of loads in a budget."""
     path, worker = bench.directory / "model.safetensors", bench.worker(Planner)
     worker.call("save", path=path, nbytes=bench.nbytes)
     load = measured(worker, "load", make_cold, [path], path=path, ranks=RANKS)
@@ -412,7 +412,7 @@ def plans(bench: Bench) -> None:
 
 @scenario
 def ranks(bench: Bench) -> None:
-    """Two ranks that load one model, each by itself and together."""
+    """Compare two ranks that load one model, separately and together."""
     path = bench.directory / "model"
     bench.worker(Planner).call("save_sharded", path=path, nbytes=bench.nbytes)
     files = sorted(path.glob("*.safetensors"))
@@ -447,7 +447,7 @@ def ranks(bench: Bench) -> None:
 
 @scenario
 def save(bench: Bench) -> None:
-    """save_file beside safetensors' own."""
+    """Compare save_file with safetensors' own."""
     path, nbytes = bench.directory / "target", 5 * bench.nbytes // 2
     ways = {
         label: measured(
@@ -471,7 +471,7 @@ def save(bench: Bench) -> None:
 
 @scenario
 def storage(bench: Bench) -> None:
-    """torch.distributed.checkpoint's Hugging Face classes; rank 0 saves a whole state."""
+    """Compare the Hugging Face storage classes with those of torch.distributed.checkpoint; one rank saves the state."""
     workers = [bench.worker(Saver, nbytes=bench.nbytes, ours=ours) for ours in (True, False)]
     saved, model = bench.directory / "saved", bench.directory / "model"
     workers[0].call("save_by_storage", path=model)
@@ -522,7 +522,7 @@ def _little_memory(bench: Bench) -> contextlib.AbstractContextManager[None]:
 
 
 def _cached_share(paths: list[Path]) -> float | None:
-    """Return what part of the files the page cache holds; None where the kernel does not tell."""
+    """Return the fraction of the files that is in the page cache; None if the kernel does not report it."""
     cached = total = 0
     for path in paths:
         with tensorferry.open(path) as file:

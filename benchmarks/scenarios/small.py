@@ -1,4 +1,4 @@
-"""Small reads, rows of a table, many tensors of all sizes, and what an import costs."""
+"""Small reads, rows of a table, many tensors of all sizes, and the time of an import."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ _CONFIGS = [
     Config("io_uring", BLOCK_NBYTES, DEPTH, registered=True, huge_pages=True),
     Config("libaio", BLOCK_NBYTES, DEPTH),
 ]
-# Percentiles of whole latencies: what the caller waits.
+# Report percentiles of the total latency, which is the caller's waiting time.
 _LATENCIES = ("--percentile_list=50:99", "--lat_percentiles=1", "--clat_percentiles=0")
 _MEDIAN = "50.000000"
 
 
 class RandomReads:
-    """Reads of 4 KiB at random offsets of one cold file: many in one ``read_many``, or one blocking after the other."""
+    """Reads of 4 KiB at random offsets of one cold file: many in one ``read_many``, or a sequence of blocking reads."""
 
     def __init__(self, count: int, aligned: bool) -> None:
         self.count = count
@@ -108,7 +108,7 @@ class RandomReads:
 
 
 class _Reads:
-    """So many reads of one file."""
+    """A file for random reads, and the measurements that read it."""
 
     def __init__(self, bench: Bench, count: int) -> None:
         self.bench, self.count = bench, count
@@ -130,7 +130,7 @@ class _Reads:
 
 @scenario
 def random_reads(bench: Bench) -> None:
-    """Many in one call, beside fio's randread at the same depth."""
+    """Compare many reads in one call with fio's randread at the same depth."""
     reads = _Reads(bench, 64 if bench.smoke else 10_000)
 
     def theirs(config: Config, number: int) -> Sample:
@@ -154,7 +154,7 @@ def random_reads(bench: Bench) -> None:
 
 @scenario
 def latency(bench: Bench) -> None:
-    """One blocking read after the other, beside what fio's psync needs for the same."""
+    """Compare the latency of sequential blocking reads with that of fio's psync engine."""
     reads = _Reads(bench, 16 if bench.smoke else 2_000)
 
     def psync(config: Config, number: int) -> Sample:
@@ -175,18 +175,18 @@ def latency(bench: Bench) -> None:
     )
     best = comparison.best("fio")
     for label in ours:
-        over, note = comparison.above(label, best), comparison.described(best, "fio psync")
+        over, note = comparison.above(label, best), comparison.describe(best, "fio psync")
         bench.at_most(f"latency: {label}, over psync", 10, over, note, "µs")
 
 
-# What one small asynchronous read costs the processor, where no device is waited for
+# The CPU time of one small asynchronous read, from memory, without waiting for a device
 
 FUTURES, AWAITED = "file.read_into, result", "file.read_into, await"
 _AT_ONCE = 64
 
 
 class SmallFutures:
-    """Reads of 4 KiB of a file on tmpfs, begun 64 at a time and then waited for, one after the other."""
+    """Reads of 4 KiB of a file on tmpfs: 64 are begun, and then awaited one after the other."""
 
     def __init__(self, count: int) -> None:
         self.rounds = count // _AT_ONCE
@@ -236,7 +236,7 @@ class SmallFutures:
 
 @scenario
 def futures(bench: Bench) -> None:
-    """Processor time of one read of 4 KiB in each way, beside a plain system call."""
+    """Compare the CPU time of one read of 4 KiB with that of a plain system call."""
     count = _AT_ONCE * (2 if bench.smoke else 500)
     worker = bench.worker(SmallFutures, count=count)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
@@ -248,7 +248,7 @@ def futures(bench: Bench) -> None:
 
         comparison = bench.compare(
             "futures",
-            f"processor time of one read of {BLOCK_NBYTES} bytes, {_AT_ONCE} at a time, tmpfs",
+            f"CPU time of one read of {BLOCK_NBYTES} bytes, {_AT_ONCE} at a time, tmpfs",
             ours={FUTURES: by("result"), AWAITED: by("awaited"), "file.read": by("blocking")},
             peer={"plain Python os.preadv": by("plain")},
             unit="µs",
@@ -257,20 +257,20 @@ def futures(bench: Bench) -> None:
     bench.at_most("futures: await", 12, comparison.median(AWAITED), unit="µs")
 
 
-# Rows of a table, random ones, by number: of a safetensors file, so that all who can read it take part.
+# Random rows of a table in a safetensors file, which all contenders can read, by row number.
 #
-# A map is made anew for each sample, since what is mapped cannot be dropped from the page cache; warm also one that is
-# kept, whose pages need no look-up any more.
+# Each sample makes a new memory map, because mapped pages cannot be dropped from the page cache. With a warm file there
+# is also a contender that keeps its map, and has no more page faults.
 
 ROWS = 4096
 ROW_SIZES = (4096, 320)
-TABLE_AT = 4096  # behind a header that is padded to this
+TABLE_AT = 4096  # offset of the table; the header before it is padded to this size
 OURS_OF_ROWS = "tensorferry.Table.gather"
 _READERS = 32  # threads
 
 
 class Rows:
-    """So many rows by number, to new memory, as each library reads them."""
+    """A contender that reads rows by number into new memory, with the methods of several libraries."""
 
     def __init__(self, path: Path, rows: int, row_nbytes: int) -> None:
         self.path, self.shape = path, (rows, row_nbytes)
@@ -310,7 +310,7 @@ class Rows:
         def read(ids: Any) -> Any:
             with library.safe_open(self.path, "np") as file:
                 part = file.get_slice("table")
-                if module == "safetensors":  # which takes no lists
+                if module == "safetensors":  # its slices do not accept lists of rows
                     return np.concatenate([part[row : row + 1] for row in ids.tolist()])
                 return part[ids.tolist()]
 
@@ -365,7 +365,7 @@ class Rows:
 
 @scenario
 def gather(bench: Bench) -> None:
-    """Rows of a table of four times the settings' bytes, cold and cached, beside others and fio's randread."""
+    """Compare reads of rows of a table of four times ``--nbytes``, cold and cached, with others and fio's randread."""
     path, whole = bench.directory / "table", math.lcm(*ROW_SIZES)
     nbytes = 4 * bench.nbytes // whole * whole
     write_pattern(path, TABLE_AT + nbytes, SEED)
@@ -381,7 +381,7 @@ def gather(bench: Bench) -> None:
     for state, prepare in (("cold", make_cold), ("cached", make_warm)):
         for row_nbytes in ROW_SIZES:
             if bench.smoke and (state == "cold") != (row_nbytes == BLOCK_NBYTES):
-                continue  # each state and each size once
+                continue  # a smoke test needs each state and each size once only
             rows = nbytes // row_nbytes
             _write_header(path, rows, row_nbytes)
             reader = {"path": path, "rows": rows, "row_nbytes": row_nbytes}
@@ -420,41 +420,41 @@ def gather(bench: Bench) -> None:
                 costs = [(sample.cpu_seconds or 0.0) / ROWS * 1e6 for sample in samples]
                 middle = statistics.median(costs) if costs else None
                 most = 2.0 if row_nbytes < BLOCK_NBYTES else 2.5
-                bench.at_most(f"{what}: CPU a row", most, middle, unit="µs")
+                bench.at_most(f"{what}: CPU for each row", most, middle, unit="µs")
             for label in others:
                 least = 1 / 1.2 if state == "cached" and "memmap" in label else 1.0
                 bench.at_least(f"{what}: over {label}", least, comparison.over(OURS_OF_ROWS, label))
 
 
 def _write_header(path: Path, rows: int, row_nbytes: int) -> None:
-    """Make the file one of safetensors, of a table of rows."""
+    """Write the header of a safetensors file with a table of rows at the start of the file."""
     table = {"dtype": "U8", "shape": [rows, row_nbytes], "data_offsets": [0, rows * row_nbytes]}
     header = json.dumps({"table": table}).encode().ljust(TABLE_AT - 8)
     with path.open("rb+") as file:
         file.write(len(header).to_bytes(8, "little") + header)
 
 
-# Small asynchronous reads beside one large write of the same process, against fio's for the same mixture.
+# Small asynchronous reads during one large write of the same process, compared with fio for the same mixture.
 #
-# fio does both as two jobs of one process: randread of 4 KiB at depth 1 with the same pause between reads, and a
-# sequential direct write of 1 MiB blocks at depth 32: as many bytes in flight as saturate the drives we have met, and
-# less than ours may have by default (128 MiB). More would make fio's reads wait longer, so this is the harder
-# comparison; the row at depth 128 is ours in bytes, for the record.
+# fio runs two jobs in one process: randread of 4 KiB at depth 1 with the same pause between reads, and a sequential
+# direct write of 1 MiB blocks at depth 32. That depth saturates the drives that we have measured, with fewer bytes in
+# flight than tensorferry's default (128 MiB). With a larger depth fio's reads would wait longer, so this is the harder
+# comparison. The row at depth 128 has as many bytes in flight as tensorferry; no figure depends on it.
 
 PAUSE_SECONDS = 0.004
 WRITE_NBYTES_MAX = 2 * GIB
-OURS = "tensorferry file.read_into beside file.write_from"
+OURS = "tensorferry file.read_into during file.write_from"
 _DEPTHS = (32, 128)
 
 
 class ReadsBesideWrite:
-    """Asynchronous 4 KiB reads, one after another with pauses, as long as a large write is on its way."""
+    """Sequential asynchronous reads of 4 KiB with pauses, while a large write is in flight."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor, self.block = ordinary_tensor(nbytes), ordinary_tensor(BLOCK_NBYTES, 0)
 
     def read(self, source: Path, target: Path, file_nbytes: int, seed: int) -> dict[str, Any]:
-        """Answer with the reads' latencies and the seconds that the write took."""
+        """Measure the latencies of the reads and the duration of the write."""
         generator = random.Random(seed)
         milliseconds = []
         with tensorferry.open(source) as reading, tensorferry.open(target, "w") as writing:
@@ -498,11 +498,11 @@ def fairness(bench: Bench) -> None:
     where = {"source": source, "target": target, "file_nbytes": bench.nbytes}
     theirs = []
     for depth in _DEPTHS if fio.installed() else ():
-        label = f"fio io_uring, randread qd1 beside write 1M qd{depth}"
+        label = f"fio io_uring, randread qd1 during write 1M qd{depth}"
         theirs += contenders_of("fio", {label: partial(by_fio, depth)}, f"qd{depth}")
     comparison = bench.compare(
         "fairness",
-        f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms beside one write of "
+        f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms during one write of "
         f"{nbytes / MIB:,.0f} MiB, uncached, O_DIRECT",
         ours={OURS: measured(worker, "read", fresh, [source, target], **where, seed=seeds(SEED))},
         more=theirs,
@@ -518,7 +518,7 @@ def fairness(bench: Bench) -> None:
 def _mixed_by_fio(
     source: Path, source_nbytes: int, target: Path, nbytes: int, depth: int, number: int
 ) -> dict[str, Any]:
-    """Run both jobs; the reads end when the write has."""
+    """Run both jobs of fio; the reads end with the write (--exitall)."""
     write = ("--name=write", f"--filename={target}", "--rw=write", f"--size={nbytes}", "--bs=1M")
     jobs = fio.jobs_of(
         [
@@ -537,7 +537,7 @@ def _mixed_by_fio(
 
 
 def _described(row: Row, nbytes: int) -> str:
-    """The round of the median."""
+    """Describe the sample that is the median."""
     sample = sorted(row.samples, key=lambda each: each.value)[len(row.samples) // 2]
     return (
         f"median {sample.value:.2f} ms, p99 {sample.details['p99_ms']:.1f} ms, {sample.details['count']} reads, "
@@ -545,21 +545,22 @@ def _described(row: Row, nbytes: int) -> str:
     )
 
 
-# A thousand tensors of 1 KiB to 64 MiB in a store, in random order, beside fio with the same sizes.
+# A thousand tensors of 1 KiB to 64 MiB in a store, in random order, compared with fio with blocks of the same sizes.
 #
-# Sizes are powers of two, as many of each. fio moves as many bytes in blocks of each size up to 1 MiB, one size after
-# the other, to one file: so it never waits for a small tensor beside a large one. Fresh preallocated files, O_DIRECT,
-# no fsync; cold reads (tensors below 4 KiB are in the page cache), of fio from files that are written once.
+# The sizes are powers of two, with equally many tensors of each size. fio moves as many bytes for each size, in blocks
+# of that size up to 1 MiB. It moves one size after the other, each with its own file, so a small tensor never waits
+# behind a large one. Writes use fresh preallocated files, O_DIRECT and no fsync. Reads are cold, except that tensors
+# below 4 KiB are in the page cache; fio reads files that are written once.
 
 COUNT = 1000
 SMALLEST_NBYTES, LARGEST_NBYTES, LARGEST_BLOCK_NBYTES = 1 << 10, 64 * MIB, MIB
 STORE_FIOS = [Config("io_uring", MIB, 32), Config("io_uring", MIB, 32, huge_pages=True)]
-STORE_ROUNDS = 5  # of eight times the settings' bytes
+STORE_ROUNDS = 5  # each round moves up to eight times --nbytes
 UNCHECKED, CHECKED = "store, no checksums", "store"
 
 
 class Store:
-    """Tensors of many sizes to and from a store, in random order; as many are on their way as a pool holds."""
+    """Tensors of many sizes to and from a store, in random order; a pool of memory limits the bytes in flight."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -587,12 +588,13 @@ class Store:
         return self._result(watch, store, self.seeds[checked] if check else None)
 
     def _move(self, order: Iterable[int], begin: Callable[[int, torch.Tensor], Any]) -> None:
-        """Begin all, each with a part of the pool, when what had this part has ended."""
+        """Begin all transfers in order, each with a part of the pool, as soon as earlier transfers of that part end."""
         pending: deque[tuple[int, int, Any]] = deque()
         last = 0
         for at, start in self._parts(order):
             end = start + self.sizes[at]
-            # The oldest ones come first: those behind the place where the pool begins anew, then those in the way.
+            # The queue begins with the oldest transfers. When the parts begin at offset 0 of the pool again, wait for
+            # all transfers in its rest; then for those that overlap this part.
             while pending and (start < last <= pending[0][0] or start <= pending[0][0] < end):
                 pending.popleft()[2].result()
             pending.append((start, end, begin(at, self.pool[start:end])))
@@ -642,7 +644,7 @@ def store(bench: Bench) -> None:
 
 
 def tensor_sizes(nbytes: int) -> list[int]:
-    """Return the tensors' bytes, in the order in which they are written: eight times so many at most."""
+    """Return the sizes of the tensors in the order of their writes; their sum is at most eight times ``nbytes``."""
     largest = LARGEST_NBYTES
     while True:
         kinds = (largest // SMALLEST_NBYTES).bit_length()
@@ -655,7 +657,7 @@ def tensor_sizes(nbytes: int) -> list[int]:
 
 
 def _by_fio(call: str, directory: Path, sizes: list[int], config: Config, _: int) -> Sample:
-    # What fio is to move in blocks of each size. Less than 4 KiB cannot pass the page cache.
+    # The bytes that fio moves in blocks of each size; direct I/O needs blocks of at least 4 KiB.
     blocks: Counter[int] = Counter()
     for nbytes in sizes:
         blocks[min(max(nbytes, 4096), LARGEST_BLOCK_NBYTES)] += max(nbytes, 4096)
@@ -671,7 +673,7 @@ def _by_fio(call: str, directory: Path, sizes: list[int], config: Config, _: int
     return throughput(seconds, sum(sizes), sum(part.cpu_seconds or 0.0 for part in parts))
 
 
-# What `import tensorferry` costs in a fresh interpreter, which must not import torch
+# The time of `import tensorferry` in a fresh interpreter, which must not import torch
 
 IMPORT_ROUNDS_MIN = 15
 BARE, IMPORT = "bare interpreter", "import tensorferry"
@@ -701,7 +703,7 @@ def _time(code: str, _: int) -> Sample:
 
 
 def _run(code: str) -> None:
-    # compiled modules may be kept, as on any machine where the package was imported before
+    # Allow Python to write .pyc files, which exist on every machine where the package was imported before.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,10 +1,11 @@
-"""DeepSpeed's checkpoints: by its own engines, and by ours.
+"""DeepSpeed's checkpoints, saved and loaded by its own checkpoint engines and by tensorferry's.
 
-One process each, with one rank, all alive and saving in turns. A save is timed with what makes it durable: DeepSpeed's
-default engine leaves that out, so fsync of all its files and folders is done for it; its fast writer syncs by itself.
-Without a GPU that one needs ops that DeepSpeed has not, and which it gets from us. How long a decoupled save blocks
-training is the save, and the step after it, less a step without a save; that is compared without ZeRO, since DeepSpeed
-0.19.8 fails to send states of ZeRO to its other process.
+Each contender is a separate process with one rank; all of them are alive and take turns. The time of a save includes
+fsync. DeepSpeed's default engine does not sync, so the benchmark syncs all its files and folders within the clock; its
+fast writer syncs its files. Without a GPU the fast writer needs ops that DeepSpeed lacks and tensorferry supplies.
+
+The blocking time of a decoupled save is the time of the save and of the next step, minus the time of a step without a
+save. It is measured without ZeRO, because DeepSpeed 0.19.8 fails to send ZeRO's states to its other process.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench, Measure
 
 OURS, DEFAULT, FAST = "tensorferry", "DeepSpeed's default, and fsync", 'DeepSpeed, "type": "fast"'
-# Without "data_parallel" DeepSpeed 0.19.8 ends with an AttributeError.
+# Without "data_parallel" DeepSpeed 0.19.8 raises an AttributeError.
 FAST_WRITER = {"type": "fast", "data_parallel": "replica"}
 NBYTES_PER_PARAMETER = {0: 12, 2: 14}
 
 
 class Keeper:
-    """Saves and loads the checkpoint of an engine."""
+    """An engine that saves and loads checkpoints, in a worker."""
 
     def __init__(
         self, parameters: int, stage: int, served: bool, writer: dict[str, Any] | None
     ) -> None:
-        # What DeepSpeed's fast writer asks for; memory that is locked without a GPU is its "native" one.
+        # DeepSpeed's fast writer reads the CROSS_ variables. "native" is its backend for locked memory without a GPU.
         os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0", "DS_PIN_MEMORY_BACKEND": "native"}
         if not served:
             os.environ["TENSORFERRY_DEEPSPEED_CHECKPOINTS"] = "0"
@@ -46,7 +47,7 @@ class Keeper:
         self._served, self._syncs = served, not served and writer is None
 
     def save(self, path: Path) -> dict[str, Any]:
-        """Save, and make it durable."""
+        """Save a checkpoint, including fsync."""
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
         with Stopwatch() as watch:
@@ -59,7 +60,7 @@ class Keeper:
         return watch.result(self._nbytes(path))
 
     def blocked(self, path: Path) -> dict[str, Any]:
-        """Time how much longer training takes by a save that is decoupled."""
+        """Measure how long a decoupled save blocks training."""
         shutil.rmtree(path, ignore_errors=True)
         engine = self._training.engine
         with Stopwatch() as alone:
@@ -72,7 +73,7 @@ class Keeper:
         return watch.as_value(watch.seconds - alone.seconds)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Load what is there."""
+        """Load the checkpoint."""
         with Stopwatch() as watch:
             loaded, _ = self._training.engine.load_checkpoint(str(path), tag="tag")
         assert loaded is not None
@@ -84,7 +85,7 @@ class Keeper:
 
 @scenario
 def checkpoint(bench: Bench) -> None:
-    """What DeepSpeed trains with, kept and loaded again."""
+    """Save and load the states of DeepSpeed trainings."""
     if not bench.deepspeed_wanted():
         return
 
@@ -135,9 +136,9 @@ def checkpoint(bench: Bench) -> None:
         FAST: keeper(served=False, stage=0, writer=decoupled),
     }
     blocked = bench.compare(
-        "decoupled save blocks",
-        "save and the step after it",
+        "blocking time of a decoupled save",
+        "save and next step, minus a step without a save",
         **each("blocked", (OURS, FAST)),
         unit="s",
     )
-    bench.at_most("a decoupled save blocks, over DeepSpeed's", 0.5, blocked.over(OURS, FAST))
+    bench.at_most("decoupled save, blocking over DeepSpeed's", 0.5, blocked.over(OURS, FAST))

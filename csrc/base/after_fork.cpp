@@ -7,13 +7,14 @@ namespace {
 
 std::atomic<uint64_t> generation{0};
 
-// Installed when the module is loaded, before there is anything to protect. Registration fails only for lack
-// of memory at load time.
+// The handler that counts forks. It is installed when the module is loaded, before any state depends on the count.
+// pthread_atfork fails only if memory runs out at load time.
 const int installed = ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
 
 }  // namespace
 
 uint64_t fork_generation() {
+  // Refer to `installed`, so the linker keeps its initialization.
   (void)installed;
   return generation.load(std::memory_order_relaxed);
 }

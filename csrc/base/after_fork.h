@@ -1,7 +1,8 @@
-// What a forked child may trust: fork(2) copies the memory of the parent but only one of its threads, so a
-// mutex may be held for ever and workers are gone. State for the whole process lives in of_this_process(), which gives
-// the child a new instance and leaves the parent's copy untouched (and leaked); objects tied to threads
-// remember the generation in which they were made.
+// State that survives fork(2). fork() copies the memory of the parent but only the thread that called it, so in the
+// child a mutex may stay locked forever, and the worker threads do not exist. Process-wide state is therefore kept in
+// of_this_process(), which creates a new instance in the child and never touches or frees the child's copy of the
+// parent's instance. An object that is tied to threads stores the fork generation in which it was created, and compares
+// it with fork_generation() to recognize that it is in a child.
 #pragma once
 
 #include <atomic>
@@ -10,19 +11,24 @@
 
 namespace tensorferry {
 
-// Counts the forks between the first process and this one.
+// The number of forks between the first process and this one.
 uint64_t fork_generation();
 
-// Locks what was made in a generation, for looking: a forked child does without, since nothing changes there any more,
-// and a thread of the parent may have held the mutex.
+// Lock the mutex of an object in order to read the object, which was created in `generation`. In a forked child this
+// does nothing: the child has no thread that changes the object, and a thread of the parent may have held the mutex at
+// the time of the fork.
 inline std::unique_lock<std::mutex> locked_unless_forked(std::mutex& mutex, uint64_t generation) {
   return generation == fork_generation() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
+// The instances of T, of which each process creates its own.
 template <typename T>
 class ForkSafe {
  public:
   T& get() {
+    // Two threads may both find no instance of this generation and create one. The first one publishes its instance by
+    // the exchange; the other deletes its instance and uses the published one. There is no mutex, because a fork could
+    // leave it locked.
     const uint64_t now = fork_generation();
     State* state = state_.load(std::memory_order_acquire);
     while (state == nullptr || state->generation != now) {
@@ -41,8 +47,9 @@ class ForkSafe {
   std::atomic<State*> state_{nullptr};
 };
 
-// The only T of this process. It is constinit: a thread that makes a static one at its first use has it locked, and a
-// child forked then would wait for ever.
+// The instance of T for this process. The static variable is constinit, so it needs no initialization at run time. An
+// ordinary function-local static would be initialized by the first thread under a guard, and a child that was forked at
+// that moment would wait for the guard forever.
 template <typename T>
 T& of_this_process() {
   static constinit ForkSafe<T> instance;

@@ -1,4 +1,4 @@
-// An eventfd: how one thread wakes another that sleeps in the kernel.
+// An eventfd, by which one thread wakes another that sleeps in the kernel.
 #pragma once
 
 #include <errno.h>
@@ -19,18 +19,18 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   int descriptor() const { return descriptor_; }
-  int error_number() const { return error_number_; }
+  int error_number() const { return error_number_; }  // errno if the eventfd could not be created, otherwise 0
 
   void set() const {
     const uint64_t one = 1;
-    // Fails only when the counter is full (EAGAIN), and then the event is set already.
+    // Except for EINTR, the write fails only when the counter is full (EAGAIN). The event is already set in that case.
     while (::write(descriptor_, &one, sizeof one) < 0 && errno == EINTR) {
     }
   }
 
   void clear() const {
     uint64_t count;
-    // EAGAIN: it was not set.
+    // EAGAIN means that the event was not set.
     while (::read(descriptor_, &count, sizeof count) < 0 && errno == EINTR) {
     }
   }

@@ -1,6 +1,6 @@
-// Results as values: what went wrong with one piece of I/O, and a value-or-fault return type.
+// Results as values: a Fault describes what went wrong with one piece of I/O, and a Result holds a value or a Fault.
 //
-// Nothing in csrc/ but bindings/ throws for an operating error. A Fault says what the exception will say.
+// Only bindings/ throws exceptions for operating errors. The exception is made from the fields of the Fault.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 namespace tensorferry {
 
 struct Fault {
-  int error_number = 0;  // errno; 0 with end_of_file
+  int error_number = 0;  // errno; 0 if end_of_file is set
   const char* operation = "";
   std::string path = {};
-  uint64_t offset = 0;    // of the first byte that could not be moved, from the file's start
-  uint64_t expected = 0;  // bytes the caller asked for
-  uint64_t transferred = 0;
-  bool end_of_file = false;
-  uint64_t damaged_nbytes = 0;  // so many from offset on are not what they were: their checksum is another
-  std::string hint = {};        // a remedy, where one is known
+  uint64_t offset = 0;          // file offset of the first byte that was not moved
+  uint64_t expected = 0;        // the number of bytes that the caller asked for
+  uint64_t transferred = 0;     // how many of them were moved
+  bool end_of_file = false;     // the file ends before the range that is read
+  uint64_t damaged_nbytes = 0;  // bytes from `offset` on that do not match their checksum
+  std::string hint = {};        // a remedy, if one is known
 };
 
 template <typename T>

@@ -1,9 +1,10 @@
 // System calls that a signal interrupts (EINTR).
 //
-// Threads of ours block all signals, so there EINTR comes from a file system that gives up of its own accord: the call
-// is made again, a bounded number of times. On a caller's thread a signal handler may want to end the call, and only
-// the caller can run it: within an InterruptionsReturned such a call fails with EINTR at once, and whoever made the
-// scope looks for signals and calls again.
+// Threads of the core block all signals. There EINTR can only come from a file system that gives up a call, so the call
+// is repeated, a bounded number of times. On a thread of a caller, a signal may have a Python handler that is meant to
+// end the call, and only code above the core can run the handler. Within the scope of an InterruptionsReturned, a
+// system call that a signal interrupts is therefore not repeated but fails with EINTR; the code that opened the scope
+// runs the handlers and calls again.
 #pragma once
 
 #include <errno.h>
@@ -16,6 +17,8 @@ constexpr uint32_t max_interruptions = 256;
 
 inline thread_local bool interruptions_are_returned = false;
 
+// In its scope, interruptions are returned to the caller of a system call; with `false`, the call is repeated even
+// within an outer scope.
 class InterruptionsReturned {
  public:
   explicit InterruptionsReturned(bool are_returned = true) { interruptions_are_returned = are_returned; }
@@ -27,7 +30,8 @@ class InterruptionsReturned {
   const bool before_ = interruptions_are_returned;
 };
 
-// The result of `call()`, a system call's, which is below 0 with EINTR only as said above.
+// Return the result of `call()`, a system call. It is negative with EINTR only in the two cases above: in the scope of
+// an InterruptionsReturned, or after max_interruptions attempts.
 template <typename Call>
 auto uninterrupted(Call call) {
   for (uint32_t attempt = 1;; ++attempt) {

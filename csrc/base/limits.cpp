@@ -14,7 +14,7 @@
 namespace tensorferry {
 namespace {
 
-// Where ulimit -s says nothing.
+// The assumed size of a new thread's stack if `ulimit -s` is unlimited.
 constexpr uint64_t usual_stack_nbytes = uint64_t{8} << 20;
 
 using File = std::unique_ptr<FILE, int (*)(FILE*)>;
@@ -24,7 +24,7 @@ File opened(const std::string& path) { return {std::fopen(path.c_str(), "re"), &
 std::optional<uint64_t> number_in(const std::string& path) {
   const File file = opened(path);
   unsigned long long number = 0;
-  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;  // "max", too
+  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;  // "max" is no limit
   return number;
 }
 
@@ -36,8 +36,8 @@ std::optional<uint64_t> limit_of(int resource) {
   return limit.rlim_cur;
 }
 
-// The folder of this process's group that counts processes, and those above it up to the mount point, where a container
-// has its own.
+// Look for an exhausted pids limit: in this process's cgroup and its parents, up to the mount point, where a container
+// sees its own limit.
 std::string told_pids_limit() {
   const File file = opened("/proc/self/cgroup");
   std::array<char, PATH_MAX> line;
@@ -55,7 +55,7 @@ std::string told_pids_limit() {
       const auto limit = number_in(folder + "/pids.max");
       const auto count = number_in(folder + "/pids.current");
       if (limit && count && *count + 1 >= *limit) {
-        return "; pids.max is " + std::to_string(*limit) + ", and " + std::to_string(*count) + " are there";
+        return "; pids.max is " + std::to_string(*limit) + ", of which " + std::to_string(*count) + " are used";
       }
       if (group.find('/') == std::string::npos) break;
     }
@@ -63,14 +63,14 @@ std::string told_pids_limit() {
   return "";
 }
 
-// Where so many bytes more are not allowed.
+// Return a message if the address space limit leaves no room for `nbytes` more.
 std::optional<std::string> told_address_space(uint64_t nbytes) {
   const auto limit = limit_of(RLIMIT_AS);
   const auto pages = number_in("/proc/self/statm");
   if (!limit) return std::nullopt;
   const uint64_t used = pages ? *pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)) : *limit;
   if (nbytes <= *limit && used <= *limit - nbytes) return std::nullopt;
-  return "likely cause: the limit of address space (ulimit -v) of " + std::to_string(*limit) + " bytes, of which " +
+  return "likely cause: the address space limit (ulimit -v) is " + std::to_string(*limit) + " bytes, of which " +
          std::to_string(used) + " are used; remedy: ulimit -v unlimited";
 }
 
@@ -80,9 +80,9 @@ std::string why_no_thread() {
   const uint64_t stack = std::max(limit_of(RLIMIT_STACK).value_or(usual_stack_nbytes), usual_stack_nbytes);
   if (auto told = told_address_space(stack + usual_nbytes)) return *told;
   const auto processes = limit_of(RLIMIT_NPROC);
-  return "likely cause: a limit of processes and threads, of the user (ulimit -u is " +
+  return "likely cause: a limit on processes and threads, of the user (ulimit -u is " +
          (processes ? std::to_string(*processes) : "unlimited") +
-         ") or of the container (docker --pids-limit, podPidsLimit of Kubernetes" + told_pids_limit() +
+         ") or of the container (docker --pids-limit, Kubernetes podPidsLimit" + told_pids_limit() +
          "); remedy: raise it";
 }
 

@@ -1,5 +1,5 @@
-// Which limit a refusal of the system comes from, as text for messages. Containers have limits that a process does not
-// see in its own: of processes and threads above all.
+// Find out which system limit made the kernel refuse something, as text for messages. Not all limits are among the
+// process's own (getrlimit): a container has further ones, above all for the number of processes and threads.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,12 @@
 
 namespace tensorferry {
 
-// Why the process may not start a thread now, and the remedy.
+// Why the process cannot start a thread now, and the remedy.
 std::string why_no_thread();
 
-// The same for so many bytes of memory; nothing where the limit of address space has room for them. What a call takes
-// that does not say so (a ring, a context) is less than usual_nbytes.
+// Why the process cannot allocate `nbytes` bytes now, and the remedy. The text is empty if the cause is not the address
+// space limit (RLIMIT_AS). usual_nbytes is for system calls that allocate memory without reporting its size (for an
+// io_uring ring, an AIO context); it is more than any of them allocates.
 constexpr uint64_t usual_nbytes = uint64_t{8} << 20;
 std::string why_no_memory(uint64_t nbytes = usual_nbytes);
 

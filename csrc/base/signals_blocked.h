@@ -1,6 +1,7 @@
-// For a scope in which threads are started: they inherit a mask without the signals that Python's handlers, on threads
-// of its own, are for. Those that a fault of the thread itself raises stay as they are: blocked, they would end the
-// process without its handler (faulthandler, a sanitizer's) having run.
+// Blocks signals in a scope that starts threads. A new thread inherits the signal mask, so the kernel delivers signals
+// only to the application's threads, where Python's handlers must run. Signals that report a fault of the thread itself
+// stay unblocked: if SIGSEGV were blocked, the kernel would end the process without running the signal's handler
+// (faulthandler's or a sanitizer's).
 #pragma once
 
 #include <pthread.h>

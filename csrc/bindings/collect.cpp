@@ -1,7 +1,7 @@
-// Many arrays of one call are checked before the first byte moves, and when all is done whether each still has its
-// memory. In Python that costs two microseconds an item, a fifth of what a small read takes. Here the common
-// case, a tuple with an exact torch.Tensor or numpy.ndarray that is plainly usable, is told in a few calls; every other
-// item, and so every error, is left to the Python function that is the rule.
+// Checks the arrays of one call before the first byte moves, and checks again at the end that each of them still has
+// its memory. In Python this costs two microseconds for each array, a fifth of what a small read takes. The common case
+// is a plain array: an exact torch.Tensor or numpy.ndarray whose memory can be used as it is. It is recognized here in
+// a few calls. Every other array, and so every error, is left to the Python function that defines the rules (`check`).
 #include "bindings/collect.h"
 
 #include <Python.h>
@@ -29,8 +29,9 @@ namespace {
 
 PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
 
-// Clears the error that a tensor or an array refuses something by, which means "not plainly usable". Others go on:
-// torch runs Python code where a mode is active, and there signal handlers may have raised whatever they want.
+// Clear the exception by which a tensor or an array refuses an operation, which means that it is not plain. Other
+// exceptions propagate: while a torch mode is active (TorchFunctionMode), reading attributes runs Python code, and in
+// it a signal handler may raise any exception.
 void clear_refusal() {
   if (!PyErr_Occurred()) return;
   for (PyObject* const type : {PyExc_AttributeError, PyExc_TypeError, PyExc_ValueError, PyExc_RuntimeError,
@@ -43,7 +44,8 @@ void clear_refusal() {
 // Attribute and method look-ups by interned names.
 class Names {
  public:
-  // nb::str objects that are never freed: they must not outlive the interpreter in a destructor.
+  // Return the interned names, which are never freed: a destructor of this object could run after the interpreter has
+  // ended.
   static const Names& get() {
     static const auto* names = new Names;
     return *names;
@@ -60,7 +62,7 @@ class Names {
   uint64_t data_ptr(PyObject* tensor) const { return number(call(tensor, data_ptr_)); }
   uint64_t nbytes(PyObject* tensor) const { return number(PyObject_GetAttr(tensor, nbytes_)); }
 
-  // What owns a tensor's memory, as a new reference; null where there is none.
+  // The owner of a tensor's memory as a new reference; null if there is none.
   PyObject* storage_of(PyObject* tensor) const {
     PyObject* storage = call(tensor, untyped_storage_);
     if (storage == nullptr) clear_refusal();
@@ -86,7 +88,7 @@ class Names {
   }
   static bool call_is(PyObject* object, PyObject* name, PyObject* expected) { return is(call(object, name), expected); }
 
-  // 0 for what is no number.
+  // Convert to a number; 0 if the value is not one.
   static uint64_t number(PyObject* value) {
     const unsigned long long found = value ? PyLong_AsUnsignedLongLong(value) : 0;
     Py_XDECREF(value);
@@ -106,8 +108,9 @@ class Names {
   PyObject* untyped_storage_ = intern("untyped_storage");
 };
 
-// One call shows a tensor as a struct where torch has the C functions of DLPack 1.3 (2.10 and later): attributes cost
-// three times as much. The declarations are those of dlpack.h, which a major version keeps.
+// Return a tensor's properties as a struct in one call, if torch has the C functions of DLPack 1.3 (torch 2.10 and
+// later); reading its attributes takes three times as long. The declarations follow dlpack.h, and do not
+// change within a major version of DLPack.
 struct DlpackFunctions {
   struct Version {
     uint32_t major;
@@ -117,7 +120,7 @@ struct DlpackFunctions {
   void* unused[3];
   int (*show)(PyObject* tensor, nb::dlpack::dltensor* out);  // may be null
 
-  // Null where torch has none that this knows.
+  // Return the functions of the imported torch; null if it has none of a supported version.
   static const DlpackFunctions* of(nb::handle tensor_type) {
     nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
@@ -127,22 +130,25 @@ struct DlpackFunctions {
   }
 };
 
-// A library that may have been imported.
+// A Python library that the program may have imported: torch or numpy.
 class Library {
  public:
   explicit Library(const char* name) : name_(intern(name)) {}
 
-  // Whether it is not what it was at the last call: what it has is to be looked up again.
+  // Whether the imported module differs from the one at the last call of changed(). If so, its attributes must be
+  // looked up again.
   bool changed() {
     nb::object found = module();
-    if (!found.is(module_) && found.is_valid() && is_being_imported(found)) found.reset();  // things may be missing
+    // While a module is being imported, attributes may still be missing, so it counts as not imported.
+    if (!found.is(module_) && found.is_valid() && is_being_imported(found)) found.reset();
     if (found.is(module_)) return false;
     found_.clear();
     module_ = std::move(found);
     return true;
   }
 
-  // None where it has no such thing; null where it is not there. It is there until the library changes.
+  // Return an attribute of the module, or None if the module lacks it; null if the library is not imported. The
+  // reference is kept until the module changes.
   PyObject* get(const char* name) {
     if (!module_.is_valid()) return nullptr;
     found_.push_back(nb::getattr(module_, name, nb::none()));
@@ -173,8 +179,8 @@ class Library {
   std::vector<nb::object> found_;
 };
 
-// What libraries that have been imported call their types. Kept as long as the library is the same: looking them up
-// takes as long as all else that is asked of a small array.
+// The types of the imported libraries. They are looked up again only after the imported module has changed, because a
+// look-up takes as long as all other checks of a small array.
 struct Types {
   PyObject* tensor = nullptr;
   PyObject* strided = nullptr;
@@ -199,7 +205,7 @@ struct Types {
   }
 };
 
-// All but the owner.
+// Set `found` to the memory of a plain tensor, without the owner. Returns false if the tensor is not plain.
 bool plain_tensor(PyObject* tensor, PyObject* strided, PlainArray& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
@@ -223,14 +229,16 @@ bool plain_ndarray(PyObject* array, bool writable, PlainArray& found) {
   return !objects;
 }
 
-// Whether the memory lies outside of a storage, or does since that was resized: shapes are not looked at by torch then.
+// Whether a tensor's memory is not completely within its storage. This is the case after the storage was resized,
+// because torch then does not change the shapes of its tensors.
 bool storage_moved(PyObject* storage, uint64_t address, uint64_t nbytes) {
   const Names& names = Names::get();
   const uint64_t begin = names.data_ptr(storage);
   return address < begin || address + nbytes > begin + names.storage_nbytes(storage);
 }
 
-// An array that has no buffer to show cannot be asked in so few calls; its address is in its interface.
+// Whether an array no longer has its memory at `address`. If the array exports no buffer, its present address is read
+// from its array interface.
 bool ndarray_moved(PyObject* array, uint64_t address, uint64_t nbytes) {
   Py_buffer buffer;
   if (PyObject_GetBuffer(array, &buffer, PyBUF_C_CONTIGUOUS) == 0) {
@@ -250,7 +258,7 @@ bool is_moved(PyObject* owner, uint64_t address, uint64_t nbytes, const Types& t
   return type == types.ndarray && ndarray_moved(owner, address, nbytes);
 }
 
-// Knows the exact torch.Tensors and numpy.ndarrays that are plainly usable.
+// Recognizes plain arrays.
 class PlainArrays {
  public:
   explicit PlainArrays(bool writable) : writable_(writable) {}
@@ -262,18 +270,20 @@ class PlainArrays {
     const Names& names = Names::get();
     if (!is_shown(array, found) && !plain_tensor(array, types_.strided, found)) return false;
     if (found.address == 0 || found.nbytes == 0 || names.is_lazy(array)) return false;
-    found.owner = nb::steal(names.storage_of(array));  // not the tensor, which may be given other memory
+    // The storage owns the memory. The tensor does not: it may be given other memory.
+    found.owner = nb::steal(names.storage_of(array));
     return found.owner.is_valid() && !storage_moved(found.owner.ptr(), found.address, found.nbytes);
   }
 
  private:
-  // The memory of a contiguous tensor of the host as DLPack shows it, if it does.
+  // Look up the memory of a contiguous tensor on the host through DLPack. Returns false if that is not possible.
   bool is_shown(PyObject* tensor, PlainArray& found) {
     nb::dlpack::dltensor shown;
     if (types_.functions == nullptr) return false;
     if (types_.functions->show(tensor, &shown) != 0) {
       clear_refusal();
-      // A dtype that DLPack has no word for: an exception for each would cost more than it saves.
+      // DLPack does not support the tensor's dtype. It is not tried for the other arrays of this call, since an
+      // exception for each array would cost too much.
       types_.functions = nullptr;
       return false;
     }
@@ -292,8 +302,8 @@ class PlainArrays {
   Types types_ = Types::get();
 };
 
-// Arrays, and numbers of bytes that are to be passed over, as the memory of one transfer. `check(index, array)` does
-// one of them the long way, and returns (address, nbytes, owner, location) or raises.
+// Collect arrays, and integers (numbers of bytes of the file to pass over), as the memory of one transfer. For every
+// array that is not plain, `check(index, array)` is called: it returns (address, nbytes, owner, location) or raises.
 PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable check) {
   PlainArrays plain(writable);
   PySegments segments;
@@ -311,17 +321,17 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
       nb::object checked = check(index, array);
       found = {nb::cast<uintptr_t>(checked[0]), nb::cast<uint64_t>(checked[1]), nb::object(checked[2])};
       location = nb::cast<std::optional<Location>>(checked[3]);
-      if (found.address == 0 && found.nbytes > 0) throw nb::value_error("array: one of these is at the address 0");
+      if (found.address == 0 && found.nbytes > 0) throw nb::value_error("array: one of the items has the address 0");
     }
     any_array = any_array || gap < 0;
     if (found.nbytes > static_cast<uint64_t>(INT64_MAX) - segments.nbytes) {
-      throw nb::value_error("array: these are more bytes than a file can hold");
+      throw nb::value_error("array: the items have more bytes than a file can hold");
     }
     segments.add({found.address, found.nbytes, location}, found.owner);
     ++index;
   }
   if (index > 0 && !any_array)
-    throw nb::type_error("array: integers alone, which are passed over, are nothing to fill");
+    throw nb::type_error("array: all items are integers (bytes to pass over), so there is nothing to fill");
   return segments;
 }
 
@@ -331,8 +341,9 @@ PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::opt
   return segments;
 }
 
-// Rows of a table that lies in several files, one behind the other: of each file that has some of them its place among
-// the files, its first row and the memory. `ends` are the rows at which the files end.
+// Find the memory of rows of a table that is stored in several files, one behind the other. For each file that has some
+// of the rows, return the file's index, the first of the rows in it, and the memory of the rows. `ends` has, for each
+// file, the number of the first row behind it.
 std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t numbers, size_t count, bool is_unsigned,
                                                                     const std::vector<uint64_t>& ends,
                                                                     uint64_t row_nbytes, uint64_t stride_nbytes,
@@ -374,7 +385,7 @@ std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t nu
   return found;
 }
 
-// Addresses, bytes and offsets in the file of all pieces that are not gaps.
+// The addresses, sizes and file offsets of all pieces that are not gaps.
 std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> ranges(const PySegments& segments,
                                                                                         uint64_t offset) {
   std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> found;
@@ -390,10 +401,10 @@ std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>>
   return found;
 }
 
-// What of a transfer at `offset` lies in each of `count` files, if stripes go to them in turn. Each part keeps the
-// owners of its pieces.
+// Split the memory of a transfer, which begins at `offset` of a striped file, into one part for each of the `count`
+// files that hold the stripes in turn. Each part keeps the owners of its pieces.
 std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t stripe_nbytes, size_t count) {
-  if (stripe_nbytes == 0 || count == 0) throw nb::value_error("there are no stripes");
+  if (stripe_nbytes == 0 || count == 0) throw nb::value_error("stripe_nbytes and count must be positive");
   if (count == 1) stripe_nbytes = UINT64_MAX;
   const uint64_t row_nbytes = count == 1 || stripe_nbytes > UINT64_MAX / count ? UINT64_MAX : stripe_nbytes * count;
   std::vector<PySegments> parts(count);
@@ -409,7 +420,9 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
     const auto first_copy = copy;
     while (copy != whole.copies.end() && copy->segment == index) ++copy;
     uint64_t done = 0;
-    if (address == 0 && nbytes >= row_nbytes) {  // a gap may be as long as any file, and is one in each part
+    // A gap may be as long as a file can be. Its complete rounds of stripes, one for each file, are therefore added to
+    // each part as one gap.
+    if (address == 0 && nbytes >= row_nbytes) {
       for (PySegments& part : parts) part.add_gap(nbytes / row_nbytes * stripe_nbytes);
       position += nbytes / row_nbytes * row_nbytes;
       nbytes %= row_nbytes;
@@ -434,8 +447,10 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
   return parts;
 }
 
-// Returns lists side by side: paths, addresses, bytes, offsets, owners, locations; None for the last one where all is
-// in host memory. `check(index, item)` does one item the long way and returns or raises.
+// Collect the items of a call with many transfers, each a tuple (path, array) or (path, array, offset). Return parallel
+// lists: paths, addresses, sizes, offsets, owners, and locations; the last one is None if all memory is host memory.
+// For every item whose array or offset is not plain, `check(index, item)` is called: it returns these six values or
+// raises.
 nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
   PlainArrays plain(writable);
   nb::list paths, addresses, sizes, offsets, owners, locations;
@@ -470,7 +485,7 @@ nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
   return nb::make_tuple(paths, addresses, sizes, offsets, owners, any_elsewhere ? nb::object(locations) : nb::none());
 }
 
-// The index of the first item whose memory has moved; None: none has.
+// The index of the first item whose owner no longer has the memory, or None.
 std::optional<size_t> first_moved(nb::list addresses, nb::list sizes, nb::list owners) {
   const Types types = Types::get();
   for (size_t index = 0; index < owners.size(); ++index) {
@@ -494,8 +509,8 @@ bool any_moved(const PySegments& segments) {
   return false;
 }
 
-// For the garbage collector: an array may refer to a future, which refers to its segments. While they are moved the
-// core refers to the future as well.
+// For the garbage collector: an array may refer to a future that refers to the array's segments. During the transfer
+// the core holds a reference, which the collector cannot see, so it does not regard the segments as garbage.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PySegments>(self)->owners.ptr());

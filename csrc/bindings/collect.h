@@ -1,4 +1,4 @@
-// Arrays as memory: what Python gives for one transfer, or for many.
+// Converts the arrays that Python passes for one transfer, or for many, to addresses and sizes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,14 +12,14 @@
 
 namespace tensorferry {
 
-// The memory of one transfer: arrays and gaps, one after the other, and what keeps it valid. Or rows of a table, all of
-// which are in one array.
+// The memory of one transfer, with the objects that keep the memory valid. It consists of arrays and gaps (bytes of the
+// file that the caller does not want) in file order, or of rows of a table, which are all in one array.
 struct PySegments {
   using Piece = Memory;
   std::vector<Piece> pieces;
-  nanobind::list owners;  // one for each piece, or that of the array
+  nanobind::list owners;  // one for each piece; for rows only the owner of the array
   uint64_t nbytes = 0;
-  std::optional<Memory> array = {};  // of rows
+  std::optional<Memory> array = {};  // the array of the rows, if these are rows
   std::vector<Segments::Copy> copies = {};
 
   bool of_rows() const { return array.has_value(); }
@@ -30,7 +30,7 @@ struct PySegments {
     nbytes += piece.nbytes;
   }
 
-  // Neighbours are one.
+  // Append a gap, or extend the last piece if that is a gap.
   void add_gap(uint64_t gap_nbytes) {
     if (pieces.empty() || pieces.back().address != 0) {
       add({0, gap_nbytes, std::nullopt}, nanobind::none());
@@ -41,19 +41,22 @@ struct PySegments {
   }
 };
 
-// An exact torch.Tensor or numpy.ndarray that is plainly usable: contiguous, in host memory, with nothing lazy.
+// An exact torch.Tensor or numpy.ndarray (no subclass) whose memory can be used as it is: contiguous, in host memory,
+// and without a pending lazy operation (conjugation, negation).
 struct PlainArray {
   uintptr_t address = 0;
   uint64_t nbytes = 0;
-  nanobind::object owner;  // of the memory: a torch storage, or the ndarray
+  nanobind::object owner;  // of the memory: the torch storage, or the ndarray
 };
 
+// Return the array's memory; empty if the array is not plain in this sense, or not writable although it must be.
 std::optional<PlainArray> plain_array(nanobind::handle array, bool writable);
 
-// An int that is a file's offset with so many bytes behind it.
+// Return `offset` as a file offset; empty unless it is an int, not negative, and no byte of the `nbytes` bytes from it
+// on is beyond the largest file offset.
 std::optional<uint64_t> plain_offset(nanobind::handle offset, uint64_t nbytes);
 
-// Whether its owner no longer has that memory.
+// Whether the owner no longer has the memory at the array's address, for example because it was resized.
 bool is_moved(const PlainArray& array);
 
 void bind_collect(nanobind::module_& module);

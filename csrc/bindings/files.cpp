@@ -14,7 +14,7 @@ DirectMode direct_mode_of(const std::string& name) {
   return name == "always" ? DirectMode::always : DirectMode::never;
 }
 
-// Paths travel as str with surrogate escapes or as bytes; the file system wants bytes.
+// Paths arrive as str with surrogate escapes or as bytes; the file system needs bytes.
 std::string path_of(nb::handle path) {
   nb::object encoded = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
   if (!encoded.is_valid()) throw nb::python_error();
@@ -37,14 +37,14 @@ PyFile file_from_descriptor(int descriptor, bool write, const std::string& direc
   return PyFile{*file};
 }
 
-// Whether no transfer uses the file any more, which no further one can then; False when time is over.
+// Refuse further transfers of the file, and wait until no transfer uses it any more. Returns false on timeout.
 bool retire(const PyFile& file, double timeout_seconds) {
   return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return file.core->retire(slice); });
 }
 
 using Bytes = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>;
 
-// Memory that is files where they are mapped, and no file's in between; and what is to be kept as long as it.
+// A mapping of files, and an object that is kept alive together with the mapping.
 struct PyMapping {
   std::shared_ptr<Mapping> core;
   nb::object owner;
@@ -53,7 +53,7 @@ struct PyMapping {
 PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std::vector<uint64_t>& offsets,
                      const std::vector<uint64_t>& nbytes, nb::object owner) {
   if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
-    throw nb::value_error("files, offsets and nbytes: as many of each, and one at least");
+    throw nb::value_error("files, offsets and nbytes: they must have the same length, at least one");
   }
   std::vector<Mapping::Piece> pieces;
   for (size_t index = 0; index < files.size(); ++index) {
@@ -67,7 +67,8 @@ PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std:
   return {std::shared_ptr<Mapping>(std::move(*mapping)), std::move(owner)};
 }
 
-// Bytes of a mapping. If no other view has them, their pages are released with this one.
+// A view of some bytes of a mapping. If `alone`, no other view has these bytes, so their pages are released with this
+// one.
 struct MappedBytes {
   PyMapping of;
   size_t begin;
@@ -75,14 +76,14 @@ struct MappedBytes {
   bool alone;
 
   ~MappedBytes() {
-    // The last one gives back everything by itself.
+    // If this is the last view, the mapping is destroyed with it, which releases all pages.
     if (alone && of.core.use_count() > 1) of.core->forget(begin, end);
   }
 };
 
 Bytes mapped_bytes(const PyMapping& self, size_t begin, size_t nbytes, bool alone) {
   if (begin > self.core->nbytes() || nbytes > self.core->nbytes() - begin) {
-    throw nb::value_error("these bytes are not all of the mapping's");
+    throw nb::value_error("begin, nbytes: the range is not within the mapping");
   }
   nb::capsule keeper(new MappedBytes{self, begin, begin + nbytes, alone},
                      [](void* kept) noexcept { delete static_cast<MappedBytes*>(kept); });
@@ -97,7 +98,7 @@ std::optional<std::pair<uint64_t, uint64_t>> residency(const PyFile& file, uint6
   return std::pair(found->cached_pages, found->total_pages);
 }
 
-// Does something with a file that stays open meanwhile, and raises what went wrong.
+// Apply an action to a file, which stays open meanwhile, and raise the fault that the action returns, if any.
 template <typename Action>
 void act_on(const PyFile& file, Action action) {
   const auto lease = lease_of(file);
@@ -167,7 +168,7 @@ void bind_files(nb::module_& module) {
       .def(
           "reserve",
           [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
-            if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");
+            if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes must have the same length");
             std::vector<Range> pieces;
             for (size_t index = 0; index < offsets.size(); ++index) {
               pieces.push_back({offsets[index], offsets[index] + nbytes[index]});

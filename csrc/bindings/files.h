@@ -1,4 +1,4 @@
-// Open files.
+// Open files, as Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,12 +9,13 @@
 
 namespace tensorferry {
 
-// Shared with the core by plain shared_ptr, whose release needs no GIL.
+// A File as a Python object. The core does not refer to this object but to the File, whose shared_ptr can be released
+// without the GIL.
 struct PyFile {
   std::shared_ptr<File> core;
 };
 
-// ValueError where it is closed.
+// Return a lease that keeps the file open. Raises ValueError if the file is closed.
 File::Lease lease_of(const PyFile& file);
 
 void bind_files(nanobind::module_& module);

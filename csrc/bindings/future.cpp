@@ -9,12 +9,12 @@
 namespace tensorferry {
 namespace {
 
-// Looks up a Python object once. It is never freed: its destructor would run after the interpreter has ended.
+// Look up a Python object once. It is never freed, because its destructor would run after the interpreter has ended.
 nb::object& kept(const char* module, const char* name) {
   return *new nb::object(nb::module_::import_(module).attr(name));
 }
 
-// A function of futures.py, or another of its names.
+// An attribute of the module tensorferry.transfer.futures, mostly a function.
 nb::object in_futures(const char* name) { return nb::module_::import_("tensorferry.transfer.futures").attr(name); }
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
@@ -25,7 +25,7 @@ nb::object attribute(nb::handle object, PyObject* name) {
   return nb::steal(found);
 }
 
-// A method's result, for up to one argument.
+// Call a method with at most one argument.
 nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr) {
   PyObject* const arguments[] = {object.ptr(), argument};
   PyObject* const found = PyObject_VectorcallMethod(name, arguments, argument ? 2 : 1, nullptr);
@@ -38,17 +38,17 @@ nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr)
   throw nb::python_error();
 }
 
-// As `raise error` does in Python.
+// Raise like the Python statement `raise error`.
 [[noreturn]] void raise_object(nb::handle error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
 }
 
-// The line outside of this package that called: its file and number; null where there is none.
+// The line outside this package from which the call came, as (file, number); null if there is none.
 nb::object line_of_caller() {
   static PyObject* const file_name = interned("co_filename");
   static PyObject* const caller = interned("f_back");
-  static const nb::object& package = kept("tensorferry.base.warned", "PACKAGE");
+  static const nb::object& package = kept("tensorferry.base.caller_warnings", "PACKAGE");
   nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame.is_valid() && !frame.is_none()) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
@@ -62,7 +62,8 @@ nb::object line_of_caller() {
   return {};
 }
 
-// The listener of a loop, as a Python object. Nearly always there is one loop, so that the last one is kept at hand.
+// The PyLoopListener of an event loop, as a Python object. Usually there is only one loop, so the last listener that
+// was found is cached.
 nb::object listener_of(const nb::object& loop) {
   struct Last {
     nb::ft_mutex mutex;
@@ -83,7 +84,7 @@ nb::object listener_of(const nb::object& loop) {
   nb::object other = listener;
   nb::ft_lock_guard guard(last.mutex);
   std::swap(last.loop, known);
-  std::swap(last.listener, other);  // what was there goes when the lock is free
+  std::swap(last.listener, other);  // the old objects are destroyed after the lock is released
   last.generation = fork_generation();
   return listener;
 }
@@ -114,7 +115,8 @@ PyCompletionQueue::PyCompletionQueue() {
   if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
 }
 
-// Futures whose outcome has not been asked for: the interpreter may end before they are freed.
+// The futures whose outcome was not yet retrieved. A failed one of them warns when it is freed. The list is for those
+// that are not freed before the interpreter ends: see warn_of_unseen().
 struct PyFuture::Unseen {
   nb::ft_mutex mutex;
   PyFuture* first = nullptr;
@@ -147,8 +149,8 @@ PyFuture::~PyFuture() {
   try {
     warn_if_unseen();
   } catch (nb::python_error& error) {
-    error.discard_as_unraisable("the warning of a future that nobody asked about");
-  } catch (const std::exception& error) {  // no memory, say
+    error.discard_as_unraisable("the warning about a future that was never asked for its outcome");
+  } catch (const std::exception& error) {  // for example, out of memory
     PyErr_SetString(PyExc_RuntimeError, error.what());
     PyErr_WriteUnraisable(nullptr);
   }
@@ -178,7 +180,7 @@ void PyFuture::start(PyRequest request) {
 
 void PyFuture::gives(nb::object result, nb::object deliver) {
   nb::ft_lock_guard guard(mutex_);
-  std::swap(array_, result);  // what was there goes when the lock is free
+  std::swap(array_, result);  // the old array is destroyed after the lock is released
   if (deliver.is_none() || (settled_ && !exception_.is_none())) return;
   deliver_ = std::move(deliver);
   settled_ = false;
@@ -227,14 +229,14 @@ nb::object PyFuture::failure() const {
   return request_ ? request_->exception() : nb::object(several_.attr("exception")());
 }
 
-// Returns the outcome of a transfer that has ended. All callers, of any thread, get the same one.
+// Return the outcome of a transfer that has ended. All callers, on any thread, get the same object.
 nb::object PyFuture::settle() {
   nb::object found, keep, check, deliver;
   std::optional<PlainArray> plain;
   {
     nb::ft_lock_guard guard(mutex_);
     if (settled_) return exception_;
-    check = check_, deliver = deliver_, plain = plain_;  // another thread may settle it meanwhile
+    check = check_, deliver = deliver_, plain = plain_;  // copies: another thread may settle the future meanwhile
   }
   found = failure();
   if (found.is_none() && plain && is_moved(*plain)) {
@@ -246,7 +248,7 @@ nb::object PyFuture::settle() {
   nb::ft_lock_guard guard(mutex_);
   if (!std::exchange(settled_, true)) {
     exception_ = std::move(found);
-    keep = std::move(keep_);  // they go when the lock is free: a destructor may call back
+    keep = std::move(keep_);  // destroyed after the lock is released: a destructor may call back
     check_.reset();
     deliver_.reset();
     plain_.reset();
@@ -279,7 +281,7 @@ nb::object PyFuture::exception(std::optional<double> timeout_seconds) {
 nb::object PyFuture::result(std::optional<double> timeout_seconds) {
   const nb::object found = exception(timeout_seconds);
   if (!found.is_none()) raise_object(found);
-  return array_.is_valid() ? array_ : nb::none();  // the garbage collector may have been here
+  return array_.is_valid() ? array_ : nb::none();  // the garbage collector may have cleared it
 }
 
 nb::object PyFuture::awaited() {
@@ -292,11 +294,11 @@ nb::object PyFuture::step() {
   if (!done()) {
     static PyObject* const blocking = interned("_asyncio_future_blocking");
     nb::object found = waiter();
-    // As `await` marks what it hands to the task.
+    // `await` sets this attribute on an object that it passes to the task.
     if (PyObject_SetAttr(found.ptr(), blocking, Py_True) != 0) throw nb::python_error();
     return found;
   }
-  // An instance: a tuple as the value of an exception would be its arguments.
+  // Pass an instance: a tuple as the value of StopIteration would otherwise become its arguments.
   raise_object(nb::handle(PyExc_StopIteration)(awaited()));
 }
 
@@ -333,7 +335,7 @@ nb::object PyFuture::about() const {
   return nb::make_tuple(about_->write ? "writing" : "reading", about_->what, about_->offset, about_->nbytes);
 }
 
-// Looking at a future is not asking for the outcome: `check` is not asked either.
+// The state for repr(). This does not count as retrieving the outcome, and does not call `check`.
 nb::str PyFuture::state() {
   if (!is_begun()) return nb::str("never begun");
   if (!is_over()) return nb::str(cancelling_ ? "being cancelled" : "running");
@@ -354,7 +356,7 @@ void PyFuture::notify(const PyCompletionQueue& queue, uint64_t token) const {
 void PyFuture::check_process() const {
   if (generation_ == fork_generation()) return;
   raise_error(PyExc_RuntimeError,
-              "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one");
+              "this transfer was begun before fork(): it belongs to the parent process and cannot complete here");
 }
 
 void PyFuture::warn_if_unseen() {
@@ -363,13 +365,13 @@ void PyFuture::warn_if_unseen() {
       !(settled_ && !exception_.is_none())) {
     return;
   }
-  const nb::error_scope others;  // this may be while one is raised
+  const nb::error_scope others;  // an exception may be in flight here
   if (nb::cast<bool>(nb::module_::import_("sys").attr("is_finalizing")()) || !is_over()) return;
-  // Not what `check` says: the array has been the caller's again for who knows how long.
+  // `check` is not called: the array was returned to the caller long ago, and may have changed since.
   const nb::object found = settled_ ? exception_ : failure();
   if (found.is_none() || was_cancelled(found)) return;
-  nb::module_::import_("tensorferry.base.warned")
-      .attr("warn")(nb::str("nobody asked for this transfer's outcome: {}").format(found), begun_at());
+  nb::module_::import_("tensorferry.base.caller_warnings")
+      .attr("warn")(nb::str("the outcome of a failed transfer was never retrieved: {}").format(found), begun_at());
 }
 
 void PyFuture::warn_of_unseen() {
@@ -391,7 +393,7 @@ int PyFuture::traverse(visitproc visit, void* arg) const {
   return 0;
 }
 
-// What cannot be reached is not on its way: the core would refer to it.
+// The collector clears only unreachable futures. A transfer in progress keeps its future reachable through the core.
 void PyFuture::clear() {
   const nb::object array = std::move(array_), keep = std::move(keep_), check = std::move(check_),
                    deliver = std::move(deliver_);
@@ -410,7 +412,7 @@ void PyLoopListener::deliver() {
     auto waiting = waiters_.extract(token);
     if (!waiting) continue;
     const nb::object waiter = waiting.mapped();
-    if (call(waiter, done).is(nb::bool_(true))) continue;  // the task that awaited it has been cancelled
+    if (call(waiter, done).is(nb::bool_(true))) continue;  // the task that awaited it was cancelled
     (void)call(waiter, set_result, Py_None);
   }
 }
@@ -441,65 +443,69 @@ void bind_futures(nb::module_& module) {
 
   nb::class_<PyFuture>(module, "Future", nb::is_weak_referenceable(), nb::type_slots(future_slots))
       .def(nb::init<nb::object, nb::object>(), "array"_a.none(), "keep"_a.none())
-      .def("done", &PyFuture::done, "Return whether the transfer has ended: well, with a failure, or cancelled.")
+      .def("done", &PyFuture::done,
+           "Return whether the transfer has ended: successfully, with a failure, or by :meth:`cancel`.")
       .def(
           "running", [](PyFuture& future) { return !future.done(); },
-          "Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done.")
-      .def("cancel", &PyFuture::cancel, R"(End the transfer before its time.
+          "Return whether the transfer has not ended. A cancelled one runs until its blocks in flight are done.")
+      .def("cancel", &PyFuture::cancel, R"(Cancel the transfer.
 
-What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
-:meth:`result` and the array. A write leaves its range with old and new bytes.
+Blocks that were not passed to the kernel are dropped. Blocks in flight are completed: until then
+:meth:`done` is False, :meth:`result` waits, and the array must stay as it is. A cancelled write leaves old
+and new bytes in its range.
 
 Returns
 -------
 bool
-    False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.)")
+    False if the transfer had already ended, else True. Once the transfer has ended,
+    :meth:`cancelled` shows whether this took effect.)")
       .def("cancelled", &PyFuture::cancelled,
-           "Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success.")
+           "Return whether :meth:`cancel` ended the transfer. If it moved all its bytes nevertheless, it is a success.")
       .def("exception", &PyFuture::exception, "timeout"_a.none() = nb::none(),
            nb::sig("def exception(self, timeout: float | None = None) -> tensorferry.errors.StorageError | None"),
-           R"(Wait, and return what went wrong, or None.
+           R"(Wait for the transfer, and return its exception or None.
 
 Parameters
 ----------
 timeout : float, optional
-    Seconds to wait at most; None waits as long as it takes.
+    Seconds to wait at most; None waits without a limit.
 
 Raises
 ------
 TimeoutError
-    The transfer has not ended in time; it goes on.
+    The transfer has not ended within ``timeout`` seconds. It continues.
 concurrent.futures.CancelledError
-    It was cancelled.
+    The transfer was cancelled.
 RuntimeError
-    This is a forked child, and the transfer is its parent's.)")
+    This is a forked child, and the transfer belongs to its parent.)")
       .def("result", &PyFuture::result, "timeout"_a.none() = nb::none(),
-           nb::sig("def result(self, timeout: float | None = None) -> typing.Any"), R"(Wait, and return the array.
+           nb::sig("def result(self, timeout: float | None = None) -> typing.Any"),
+           R"(Wait for the transfer, and return the array.
 
 Raises
 ------
 StorageError
     The transfer failed.
 TimeoutError
-    It has not ended within ``timeout`` seconds; it goes on.
+    The transfer has not ended within ``timeout`` seconds. It continues.
 concurrent.futures.CancelledError
-    It was cancelled.
+    The transfer was cancelled.
 RuntimeError
-    This is a forked child, and the transfer is its parent's.)")
-      // The iterator of `await` is the future itself: there is no state but the transfer's.
+    This is a forked child, and the transfer belongs to its parent.)")
+      // The future is its own `await` iterator, since the transfer has all the state that the iterator needs.
       .def(
           "__await__", [](nb::object self) { return self; },
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, typing.Any]"))
       .def("__next__", &PyFuture::step, nb::sig("def __next__(self) -> typing.Any"))
       .def(
           "send", [](PyFuture& future, nb::handle) { return future.step(); }, "value"_a.none(),
-          nb::sig("def send(self, value: None) -> typing.Any"), "Go on as a coroutine; for asyncio.")
+          nb::sig("def send(self, value: None) -> typing.Any"), "Resume as a coroutine; for asyncio.")
       .def(
           "throw", [](PyFuture& future, const nb::args& error) { future.raise_in_coroutine(error); },
           nb::sig("def throw(self, *error: typing.Any) -> typing.NoReturn"),
-          "Go on with an exception, as a coroutine; for asyncio.")
+          "Resume as a coroutine with an exception; for asyncio.")
       .def(
-          "close", [](PyFuture&) {}, "Do nothing: coroutines have this method. The transfer goes on.")
+          "close", [](PyFuture&) {}, "Do nothing. Coroutines have this method; the transfer continues.")
       .def("_start", nb::overload_cast<nb::object, nb::object>(&PyFuture::start), "request"_a,
            "check"_a.none() = nb::none())
       .def("_gives", &PyFuture::gives, "result"_a.none(), "deliver"_a.none() = nb::none())

@@ -12,15 +12,16 @@
 namespace tensorferry {
 namespace {
 
-// Page-aligned memory as a uint8 array that owns it, by DLPack and the buffer protocol; and whether it is locked. With
-// the number of a GPU it is registered with CUDA, if that lets it.
+// Allocate page-aligned memory. Returns a uint8 array that owns the memory (other libraries can import it through
+// DLPack and the buffer protocol), and whether the memory is locked. If `ordinal` is that of a GPU and not negative,
+// the memory is also registered with CUDA, if CUDA permits that.
 std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock,
                                                                                             int ordinal) {
   auto allocation = [&] {
     WithoutGil release;
     auto made = Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
     if (made && ordinal >= 0) {
-      // Copies from memory that is not registered are slower, not wrong.
+      // A failure is ignored: copies from memory that is not registered are slower, but correct.
       if (auto gpu = cuda::Gpu::of(ordinal)) (void)made->register_with(**gpu);
     }
     return made;
@@ -47,7 +48,8 @@ bool is_lent(uintptr_t address, size_t nbytes) {
   return allocation && allocation->lent();
 }
 
-// Whether this is the first byte of an allocation that had not been given back yet.
+// Unlock the allocation that begins at `address`. Returns false if there is none, if it was allocated without `lock`,
+// or if it was given back before.
 bool give_back(uintptr_t address) {
   auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), 1);
   if (!allocation || reinterpret_cast<uintptr_t>(allocation->data()) != address) return false;
@@ -64,7 +66,7 @@ std::optional<std::string> cuda_refusal() {
 int device_of(uintptr_t address) {
   auto ordinal = cuda::device_of(address);
   if (!ordinal) raise(ordinal.fault());
-  if (!*ordinal) throw nb::value_error("no memory of a GPU is at this address");
+  if (!*ordinal) throw nb::value_error("address: not GPU memory");
   return **ordinal;
 }
 
@@ -88,8 +90,8 @@ bool deregister_gpu_buffer(uintptr_t address) {
   return cufile::deregister_buffer(address);
 }
 
-// Address and bytes of a C-contiguous buffer, or None where the object has none (or no writable one). It stays where
-// it is as long as the caller keeps an export, such as a memoryview, alive.
+// The address and size of a C-contiguous buffer; None if the object has no such buffer (or no writable one). The
+// address stays valid while the caller keeps an export, such as a memoryview, alive.
 std::optional<std::pair<uintptr_t, uint64_t>> buffer_memory(nb::handle exporter, bool writable) {
   Py_buffer buffer;
   if (PyObject_GetBuffer(exporter.ptr(), &buffer, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) {
@@ -101,13 +103,15 @@ std::optional<std::pair<uintptr_t, uint64_t>> buffer_memory(nb::handle exporter,
   return found;
 }
 
-// Address, bytes, whether it may be written to, whether it is C-contiguous; and what keeps it: an exporter may make the
-// memory for this one view.
+// Return the memory of an array, found through DLPack: its address, its size, whether it is writable, whether it is
+// C-contiguous, and an object that keeps it alive. That object is needed because the exporter may have created the
+// memory for this call only.
 std::tuple<uintptr_t, uint64_t, bool, bool, nb::capsule> dlpack_memory(nb::handle array) {
   nb::ndarray<nb::ro> view;
   if (!nb::try_cast(array, view)) throw nb::type_error("cannot import the array through DLPack");
   nb::ndarray<> writable;
-  // What is elsewhere every time is a copy, which nobody would see what is read into.
+  // If the exporter returns different memory at each call, it returns copies. Data that is read into a copy would not
+  // reach the array, so the memory does not count as writable.
   const bool may_write = nb::try_cast(array, writable) && writable.data() == view.data();
   bool contiguous = true;
   int64_t expected = 1;

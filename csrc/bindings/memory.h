@@ -1,4 +1,4 @@
-// Memory of our own, of others, and of GPUs.
+// The Python functions for memory: allocations of the core, buffers and arrays of callers, and GPU memory.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,6 @@
-// The only place that knows Python. Thin: each function turns arguments into the core's types, lets go of the
-// GIL, calls, and turns a Fault into the exception that tensorferry.errors builds.
+// The extension module. csrc/bindings is the only folder of the core that uses Python. Its functions convert arguments
+// to the core's types, release the GIL, call the core, and raise a Fault as the exception that tensorferry.errors
+// builds.
 #include <Python.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -25,7 +26,7 @@
 namespace tensorferry {
 namespace {
 
-// Shorter ones are done before another thread would have got the GIL.
+// The GIL is kept for smaller buffers: their CRC-32 is computed before another thread would have acquired the GIL.
 constexpr Py_ssize_t gil_free_crc_nbytes = 16 << 10;
 
 uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
@@ -42,7 +43,7 @@ uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
   return crc;
 }
 
-// Addresses of memory of the sizes that the other arguments say: the caller's tensors.
+// The arguments of type uintptr_t are addresses of the caller's tensors; the other arguments give the tensors' sizes.
 void write_values_of_codes(uintptr_t codes, size_t rows, size_t columns, std::pair<size_t, size_t> block,
                            std::pair<size_t, size_t> begin, size_t scales_in_row, size_t values_per_code,
                            uintptr_t table, uintptr_t scales, uintptr_t values) {
@@ -61,14 +62,16 @@ size_t pickle_end(nb::bytes data) {
 }  // namespace
 }  // namespace tensorferry
 
-// nanobind keeps what it knows of types in one place, which a second interpreter's import would take from the first. So
-// its own initialization has another name here, and each import, whichever interpreter runs it, asks first whose it is.
+// nanobind stores its data about types once for the process, and an import in a second interpreter would take the data
+// from the first one. Therefore nanobind's initialization function gets another name here, and the module's own one, at
+// the end of this file, makes each import first check which interpreter runs it.
 #define PyInit__core PyInit_core_of_main_interpreter
 NB_MODULE(_core, module) {
   using namespace tensorferry;
   module.doc() = "The native core of tensorferry: see csrc/. Use the package's public names instead.";
-  // DeepSpeed's engines, and with them our handles, are alive when the interpreter ends. All their I/O has been
-  // finished by then (runtime.py), and each of a training's processes would print twenty lines.
+  // DeepSpeed's engines, and with them our handles, are still alive when the interpreter ends. All their I/O has
+  // finished by then (runtime.py), and without this call each process of a training would print twenty lines of
+  // warnings.
   nb::set_leak_warnings(false);
 
   bind_collect(module);
@@ -95,14 +98,16 @@ namespace {
 int refuse_other_interpreters(PyObject*) {
   if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
   PyErr_SetString(PyExc_ImportError,
-                  "tensorferry works in the main interpreter only, and this is a sub-interpreter; remedy: use it from "
-                  "the main interpreter, or from a process of its own");
+                  "tensorferry works only in the main interpreter, and this is a sub-interpreter; remedy: use it in "
+                  "the main interpreter or in a separate process");
   return -1;
 }
 
 }  // namespace
 }  // namespace tensorferry
 
+// Return nanobind's module definition with the check of the interpreter as its first execution slot. Later imports get
+// the same definition, which already has the slot.
 extern "C" NB_EXPORT PyObject* PyInit__core() {
   static PyModuleDef_Slot slots[8] = {};
   PyObject* const found = PyInit_core_of_main_interpreter();

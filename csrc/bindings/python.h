@@ -1,5 +1,5 @@
-// What bindings share: types of the standard library (without these a cast would fail, at run time), faults as
-// exceptions, and waiting that Ctrl-C ends.
+// Shared by all bindings: nanobind's casters for standard library types (without these headers a cast would fail at run
+// time), the conversion of faults to exceptions, and waits that Ctrl-C ends.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,17 +27,20 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using std::chrono::milliseconds;
 
-// Ctrl-C is noticed between waits of this length.
+// The interval at which a waiting thread checks for signals such as Ctrl-C.
 constexpr milliseconds signal_interval{40};
 
-// Of tensorferry.errors.
+// Create the exception of tensorferry.errors that describes a fault.
 nb::object exception_of(const Fault& fault);
 [[noreturn]] void raise(nb::object exception);
 [[noreturn]] void raise(const Fault& fault);
+// Raise EngineUnavailableError.
 [[noreturn]] void raise_unavailable(const std::string& reason);
+// Raise RuntimeError in a forked child: `what` ("this file") belongs to the parent process.
 [[noreturn]] void raise_forked(const char* what);
 
-// Raises what a signal handler has raised; in a child that a handler has forked, that `what` is the parent's.
+// Run the pending signal handlers of Python, and raise the exception that one of them raises. If a handler has forked,
+// so this is no longer the process of `generation`, call raise_forked(what).
 void check_signals(uint64_t generation, const char* what);
 
 inline bool is_interrupted(const std::optional<Fault>& fault) { return fault && fault->error_number == EINTR; }
@@ -47,8 +50,8 @@ bool is_interrupted(const Result<T>& result) {
 }
 inline bool is_interrupted(bool over) { return !over; }
 
-// Runs without the GIL what waits for the drive. Where a signal interrupts it (EINTR, or false), handlers are called;
-// if they raise nothing, it is run again.
+// Run an action that waits for the drive, without the GIL, and return its result. If a signal interrupts the action (it
+// returns a fault with EINTR, or false), run the signal handlers, and if they raise nothing, run the action again.
 template <typename Action>
 auto interruptibly(const char* what, Action action) {
   const uint64_t generation = fork_generation();
@@ -63,17 +66,18 @@ auto interruptibly(const char* what, Action action) {
   }
 }
 
-// The same, and raises the fault it returns.
+// Run an action on a file like interruptibly(), and raise the fault that it returns, if any.
 template <typename Action>
 void raise_fault_of(Action action) {
   if (const std::optional<Fault> fault = interruptibly("this file", action)) raise(*fault);
 }
 
-// Calls `step(milliseconds)` without the GIL until it returns true or time is over; returns whether it did.
+// Call `step(milliseconds)`, which waits for up to this time, again and again without the GIL, and run signal handlers
+// in between. Returns true once `step` returns true, and false if the timeout expires before.
 template <typename Step>
 bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
   using clock = std::chrono::steady_clock;
-  // Longer than a century is for ever, and fits the clock.
+  // A timeout of more than a century counts as none: it would overflow the clock's type.
   const bool forever = !timeout_seconds || *timeout_seconds > 3e9;
   const uint64_t generation = fork_generation();
   const auto deadline = forever ? clock::time_point::max()

@@ -64,7 +64,7 @@ PyScheduler::PyScheduler(const std::string& engine, uint64_t block_nbytes, uint6
 PyScheduler::~PyScheduler() {
   if (!core_) return;
   if (!core_->belongs_to_this_process()) {
-    new std::shared_ptr<Scheduler>(core_);  // its workers are in another process: never destroyed
+    new std::shared_ptr<Scheduler>(core_);  // never destroyed: its workers are in another process
     return;
   }
   (void)close(close_patience_seconds);
@@ -147,7 +147,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
       core_->submit(request.core, transfers, {file});
       request.core->seal();
     }
-    transfers.clear();  // what they keep ends with the request
+    transfers.clear();  // the scheduler refers to the transfers until they end
     try {
       (void)request.wait(std::nullopt);
     } catch (...) {
@@ -158,7 +158,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
   return request;
 }
 
-// A signal came while this thread moved what it had taken on. Its handlers end that by what they raise.
+// Finish an inline transfer that a signal interrupted. If a signal handler raises, the transfer is cancelled.
 void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& taken) {
   const auto go_on = [&] { return core_->go_on(taken) && request.core->settle_files(); };
   try {
@@ -166,7 +166,7 @@ void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& t
     (void)interruptibly("this transfer", go_on);
   } catch (...) {
     if (request.core->fork_generation() != fork_generation()) {
-      new Scheduler::Inline(std::move(taken));  // what it would give back is the parent's
+      new Scheduler::Inline(std::move(taken));  // never destroyed: the child must not release the parent's resources
       throw;
     }
     request.core->cancel();
@@ -234,7 +234,7 @@ std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& s
     scheduler->core_->refuse();
     closing.push_back({*scheduler->core_, scheduler->core_->progress(), patience_seconds});
   }
-  // Steps are counted: a stopped process must not lose its patience.
+  // The patience is counted down in steps rather than by the clock, so it does not expire while the process is stopped.
   const auto step = [&](milliseconds slice) {
     const auto is_hung = [](const Closing& one) { return one.left_seconds <= 0; };
     const auto is_over = [&](const Closing& one) { return is_hung(one) || one.core.wait_until_idle(milliseconds(0)); };
@@ -262,7 +262,7 @@ std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& s
   return ended;
 }
 
-// What is still outstanding hangs, and is left behind.
+// Close the core. Requests that are still outstanding hang, and their memory is left behind.
 bool PyScheduler::end() {
   bool ended;
   {
@@ -315,7 +315,7 @@ PyScheduler::Admitted::Admitted(PyScheduler& scheduler, std::vector<Scheduler::P
     : core_(*scheduler.core_), places_(std::move(places)) {
   scheduler.check_usable();
   scheduler.reap();
-  auto answer = core_.admit(places_, milliseconds(0));  // without letting go of the GIL
+  auto answer = core_.admit(places_, milliseconds(0));  // without releasing the GIL
   while (answer == Scheduler::Admission::full) {
     wait_interruptibly(std::nullopt, [&](milliseconds slice) {
       answer = core_.admit(places_, slice);
@@ -353,11 +353,11 @@ void bind_schedulers(nb::module_& module) {
       .def(
           "__init__",
           [](PyChecksums* self, uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected,
-             bool straight) {
+             bool in_place) {
             new (self)
-                PyChecksums{std::make_shared<Checksums>(chunk_nbytes, of_segments, std::move(expected), straight)};
+                PyChecksums{std::make_shared<Checksums>(chunk_nbytes, of_segments, std::move(expected), in_place)};
           },
-          "chunk_nbytes"_a, "of_segments"_a, "expected"_a, "straight"_a)
+          "chunk_nbytes"_a, "of_segments"_a, "expected"_a, "in_place"_a)
       .def_prop_ro("chunks", [](const PyChecksums& sums) { return sums.core->of_chunks(); })
       .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); })
       .def_prop_ro("begun", [](const PyChecksums& sums) { return sums.core->handed_over(); });
@@ -392,13 +392,13 @@ void bind_schedulers(nb::module_& module) {
              const std::optional<std::vector<bool>>& last, const PySegments* segments, const PyChecksums* checksums) {
             const size_t count = files.size();
             if ((segments || checksums) && count != 1) {
-              throw nb::value_error("segments and checksums are of one transfer");
+              throw nb::value_error("segments, checksums: they require exactly one transfer");
             }
             if ((locations && locations->size() != count) || (last && last->size() != count) ||
                 addresses.size() != count || nbytes.size() != count || offsets.size() != count ||
                 positions.size() != count) {
               throw nb::value_error(
-                  "files, addresses, nbytes, offsets, positions, locations and last differ in length");
+                  "files, addresses, nbytes, offsets, positions, locations and last must have the same length");
             }
             std::vector<Item> items;
             items.reserve(count);

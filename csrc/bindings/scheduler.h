@@ -1,9 +1,9 @@
-// Schedulers and requests.
+// Schedulers and requests, as Python objects.
 //
-// Ownership: a Request's memory and files belong to the arrays' Python objects. Scheduler.submit() takes a
-// reference to an `owner` that holds them and keeps it until the core reports the request as finished; no worker
-// ever touches a reference count. References are dropped by whoever sees the end from Python, and by the next call
-// into the scheduler.
+// Ownership: the memory and the files of a request belong to Python objects. Scheduler.submit() gets an `owner`, an
+// object that refers to all of them, and keeps a reference to the owner until the core reports the request as finished.
+// Workers never change a Python reference count: the Python thread that finds the request done drops the reference to
+// the owner, or the next call of the scheduler does.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,12 +25,12 @@
 
 namespace tensorferry {
 
-// Shared with the transfer whose they are.
+// Checksums as a Python object. The transfer that computes the checksums shares them.
 struct PyChecksums {
   std::shared_ptr<Checksums> core;
 };
 
-// What keeps the memory of requests, by their ids.
+// The objects that keep the memory of requests valid, by request id.
 class Owners {
  public:
   void keep(uint64_t id, nb::object owner) {
@@ -39,7 +39,7 @@ class Owners {
   }
 
   void drop(uint64_t id) {
-    std::vector<nb::object> dropped;  // ends when the lock is free: a destructor may call back
+    std::vector<nb::object> dropped;  // destroyed after the lock is released: a destructor may call back
     nb::ft_lock_guard guard(mutex_);
     auto found = by_request_.find(id);
     if (found == by_request_.end()) return;
@@ -52,7 +52,8 @@ class Owners {
   std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
 };
 
-// Ends a request that an exception has kept from being completed.
+// Seals and cancels a request that no PyRequest refers to any more and that is not sealed, because an exception was
+// raised before the last transfer was submitted.
 struct Sealer {
   std::shared_ptr<Request> core;
 
@@ -70,19 +71,23 @@ struct PyRequest {
   std::shared_ptr<Request> core;
   std::shared_ptr<Owners> owners;
   std::shared_ptr<Sealer> sealer = std::make_shared<Sealer>(core);
-  std::weak_ptr<Transfer> cached = {};  // its only one, if that is in memory: who waits helps to copy it
+  // The request's transfer, if it is the only one and its data is in the page cache. A thread that waits for the
+  // request helps to copy the data.
+  std::weak_ptr<Transfer> cached = {};
 
-  // Whoever learns of the end has the memory back.
+  // Whether the request is done. If so, the reference to the owner is dropped, and the core no longer uses the memory.
   bool done() const {
     if (!core->done()) return false;
     owners->drop(core->id());
     return true;
   }
 
+  // Raise RuntimeError in a forked child, unless the request is done.
   void check_process() const {
     if (!core->done() && core->fork_generation() != fork_generation()) raise_forked("this transfer");
   }
 
+  // Wait until the request is done. Returns false if the timeout expires before.
   bool wait(std::optional<double> timeout_seconds) const {
     check_process();
     if (!timeout_seconds && !core->done()) help();
@@ -91,6 +96,7 @@ struct PyRequest {
     return over && done();
   }
 
+  // Help to copy the data of `cached`, until no block of it is left to take.
   void help() const {
     const auto transfer = cached.lock();
     const auto scheduler = transfer ? core->scheduler() : nullptr;
@@ -103,13 +109,14 @@ struct PyRequest {
     core->seal();
   }
 
-  // (position, exception) of each transfer that failed, in order.
+  // The position in the call and the exception of each failed item, in order of position.
   nb::list failures() const {
     nb::list found;
     for (const auto& [position, fault] : core->faults()) found.append(nb::make_tuple(position, exception_of(fault)));
     return found;
   }
 
+  // The exception of the failed item with the lowest position, or None.
   nb::object exception() const {
     if (core->faults().empty()) return nb::none();
     return exception_of(core->faults().begin()->second);
@@ -125,41 +132,48 @@ class PyScheduler {
 
   PyRequest new_request(const RequestOptions& options);
 
-  // Hands over as many transfers as there are items, or fewer where neighbours are joined. `last` says of each whether
-  // it is the last one with its file; None: all are, and the request has no further ones. Returns those refused, which
-  // are not handed over, with their positions.
+  // Submit one transfer for each item, or one for several small neighbours (transfer/items.h). `last` has a flag for
+  // each item: whether the file gets no further items. Without `last`, neither the files nor the request get further
+  // items, and the request is sealed. Returns (position, exception) of each item that was refused and not submitted.
   nb::list submit(PyRequest& request, std::vector<Item> items, nb::object owner,
                   const std::optional<std::vector<bool>>& last);
 
-  // A blocking call's transfer, waited for; an interrupted one is cancelled. None: all is well. Else the request, to
-  // ask what went wrong.
+  // Run the transfer of a blocking call and wait for it. If a signal handler raises an exception (Ctrl-C), the transfer
+  // is cancelled and the exception propagates. If the transfer ran on this thread without a fault, returns None;
+  // otherwise returns the request, which has the faults, if any.
   std::optional<PyRequest> run(Item item, const RequestOptions& options, nb::object owner);
 
-  // The same for one plain array: found, moved, and looked at again. False: it is not plainly usable, or the offset is
-  // none; nothing has been done. Raises what went wrong.
+  // Move one plain array (collect.h) in a blocking call, and check afterwards that it still has its memory. Returns
+  // false, having done nothing, if the array is not plain or the offset is not a valid int. Raises the fault of a
+  // failed transfer.
   bool run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync, bool background);
 
-  // Begins the transfer of one plain array, and returns its future; None as above. What memory has is read at once.
+  // Begin the transfer of one plain array and return its future; or None in the cases in which run_plain() returns
+  // false. A small read of data that the page cache holds is completed at once.
   nb::object start_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
                          bool background);
 
-  // Drops the owners of what has finished.
+  // Drop the owners of finished requests.
   void reap();
 
   size_t outstanding() const { return core_->belongs_to_this_process() ? core_->outstanding() : 0; }
 
+  // Wait until an outstanding transfer ends, if there is one. Returns false on timeout.
   bool wait_for_progress(double timeout_seconds);
 
-  // Whether all ended well. What did not keeps its memory for ever. After an interruption it is to be called again.
+  // Refuse new requests, wait until the outstanding ones have ended, and end the workers. Gives up after
+  // `patience_seconds` without progress. Returns whether every request has ended; the memory of a request that has not
+  // is never released. If `interruptible`, a signal handler may raise an exception, and close() must be called again.
   bool close(double patience_seconds, bool interruptible = false) {
     return close_together({this}, patience_seconds, interruptible).front();
   }
 
-  // The same for several at a time: it takes no longer where several of them hang.
+  // Close several schedulers, waiting for all of them at the same time: if several of them hang, that takes no longer
+  // than for one.
   static std::vector<bool> close_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
                                           bool interruptible);
 
-  // ValueError once closed; RuntimeError in a forked child.
+  // Raise ValueError if the scheduler is closed, and RuntimeError in a forked child.
   void check_usable() const;
 
   nb::dict stats() const;
@@ -173,11 +187,12 @@ class PyScheduler {
  private:
   friend class PyStream;
 
-  bool end();
+  bool end();  // close the core, after the wait of close_together()
 
   [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
-  // Room for transfers; what is not handed over is taken back.
+  // Admits transfers: waits until the lanes have room for them, and counts them as outstanding. The destructor gives up
+  // the places of transfers that were not submitted, which means those not passed to handed_over().
   class Admitted {
    public:
     Admitted(PyScheduler& scheduler, std::vector<Scheduler::Places> places);
@@ -187,7 +202,7 @@ class PyScheduler {
     Admitted(const Admitted&) = delete;
     Admitted& operator=(const Admitted&) = delete;
 
-    void handed_over() { places_.clear(); }  // all
+    void handed_over() { places_.clear(); }  // all of them
     void handed_over(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
    private:
@@ -197,11 +212,12 @@ class PyScheduler {
 
   void end_interrupted(const PyRequest& request, Scheduler::Inline& taken);
 
-  // What is wrong with the GPU before any I/O is no fault of the file.
+  // Raise the fault of a call that has moved nothing. If the machine has no CUDA driver, this is
+  // EngineUnavailableError, because the file is not at fault.
   [[noreturn]] static void refuse(const Fault& fault);
 
   std::shared_ptr<Owners> owners_ = std::make_shared<Owners>();
-  std::atomic<bool> left_behind_{false};
+  std::atomic<bool> left_behind_{false};  // whether end() has leaked a reference to owners_, because a request hangs
 };
 
 void bind_schedulers(nb::module_& module);

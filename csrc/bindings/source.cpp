@@ -16,8 +16,9 @@
 namespace tensorferry {
 namespace {
 
-// Python's objects that threads without the GIL have let go of. They do not wait for it: who has it may be waiting for
-// something that they hold.
+// References to Python objects that threads without the GIL no longer need. These threads do not acquire the GIL to
+// drop the references, because the thread that has the GIL may be waiting for one of them. The next thread with the GIL
+// that calls release() drops them.
 class LetGo {
  public:
   void add(PyObject* object) {
@@ -25,7 +26,7 @@ class LetGo {
     objects_.push_back(object);
   }
 
-  // With the GIL.
+  // Requires the GIL.
   void release() {
     std::vector<PyObject*> objects;
     {
@@ -45,6 +46,7 @@ LetGo& let_go() {
   return *objects;
 }
 
+// Acquires the GIL for a scope.
 class WithGil {
  public:
   WithGil() {
@@ -62,6 +64,7 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
+// Reads by calls of a Python function, which returns an iterable of buffers.
 class PySource final : public Source {
  public:
   explicit PySource(nb::object read) : read_(read.release().ptr()) {}
@@ -84,7 +87,8 @@ class PySource final : public Source {
   }
 
  private:
-  // Copies without the GIL what Python has, one buffer after the other.
+  // Copy the buffers that the Python function returns to `memory`, one behind the other. The GIL is released during
+  // each copy.
   static int64_t copy(nb::iterator chunks, char* memory, uint64_t nbytes) {
     uint64_t moved = 0;
     for (; chunks != nb::iterator::sentinel(); ++chunks) {
@@ -97,7 +101,7 @@ class PySource final : public Source {
         std::memcpy(memory + moved, chunk.buf, chunk_nbytes);
       }
       PyBuffer_Release(&chunk);
-      if (!fits) throw std::length_error("more bytes came than were asked for");
+      if (!fits) throw std::length_error("the source returned more bytes than requested");
       moved += chunk_nbytes;
     }
     return static_cast<int64_t>(moved);

@@ -1,4 +1,4 @@
-// Files that a function of Python's reads.
+// Files whose bytes a Python function reads (file/source.h).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Streams, and what keeps the memory that is appended to them.
+// Streams, and the objects that keep appended memory valid.
 #include "transfer/stream.h"
 
 #include <deque>
@@ -8,7 +8,7 @@
 
 namespace tensorferry {
 
-// (kind, position, segment, begin, nbytes, crcs, fold)
+// The Python form of a Made::Field: (kind, position, segment, begin, nbytes, crcs, fold).
 using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<int64_t>,
                               std::tuple<uint64_t, uint32_t, uint32_t>>;
 
@@ -20,14 +20,15 @@ class PyStream {
         left_(scheduler.owners_) {
     scheduler.check_usable();
     (void)lease_of(file);
-    // For ragged ends. Now, where a descriptor limit can still be waited out.
+    // Ragged ends need this descriptor. It is opened now, because here the caller can still wait for a free descriptor.
     auto descriptor = interruptibly("this stream", [&] { return file.core->buffered_descriptor(); });
     if (!descriptor) raise(descriptor.fault());
   }
 
   ~PyStream() { let_go(); }
 
-  // What has been appended is referenced until it has been copied: see take_copied().
+  // Append the pieces of a Segments object. The object is referenced until the pieces have been copied and
+  // take_copied() has returned it.
   void append(PyScheduler& scheduler, nb::handle segments) {
     const auto& given = nb::cast<const PySegments&>(segments);
     check_process();
@@ -55,7 +56,7 @@ class PyStream {
     if (!taken) raise_ended();
   }
 
-  void append_made(PyScheduler& scheduler, nb::bytes bytes, const std::vector<FieldTuple>& fields) {
+  void append_with_fields(PyScheduler& scheduler, nb::bytes bytes, const std::vector<FieldTuple>& fields) {
     check_process();
     Made made{.bytes = std::vector<char>(bytes.c_str(), bytes.c_str() + bytes.size()), .fields = {}};
     for (const auto& [kind, position, segment, begin, nbytes, crcs, fold] : fields) {
@@ -68,7 +69,7 @@ class PyStream {
     PyScheduler::Admitted admitted(scheduler, core_->place());
     if (!core_->append(std::move(made))) {
       if (core_->has_ended()) raise_ended();
-      throw nb::value_error("a field does not fit, or names no earlier segment");
+      throw nb::value_error("fields: one does not fit, or refers to a segment that is not an earlier one");
     }
     admitted.handed_over();
     core_->begin_job();
@@ -83,10 +84,10 @@ class PyStream {
     }
   }
 
-  // Waits until at most so much is still to be copied.
+  // Wait until at most this many bytes are left to be copied.
   void wait_for_copies(PyScheduler& scheduler, uint64_t uncopied_nbytes) const {
     check_process();
-    if (core_->wait_until_uncopied_is(uncopied_nbytes, milliseconds(0))) return;  // the GIL stays here
+    if (core_->wait_until_uncopied_is(uncopied_nbytes, milliseconds(0))) return;  // without releasing the GIL
     PyScheduler::Admitted admitted(scheduler, core_->place());
     admitted.handed_over();
     core_->begin_job(true);
@@ -94,13 +95,13 @@ class PyStream {
                              [&](milliseconds slice) { return core_->wait_until_uncopied_is(uncopied_nbytes, slice); });
   }
 
-  // Until all is written that ever will be.
+  // Wait until everything has been written, or the stream has failed or was aborted.
   bool wait(std::optional<double> timeout_seconds) const {
     check_process();
     return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_until_ended(slice); });
   }
 
-  // What was given to append() and has been copied since the last call.
+  // Return the arguments of append() that have been copied completely and were not returned before.
   nb::list take_copied() {
     nb::list copied;
     const uint64_t count = core_->copied_segments();
@@ -111,8 +112,8 @@ class PyStream {
     return copied;
   }
 
-  // Nothing is copied any more, and nothing that was given is needed. False if that is not so after so long: then it is
-  // kept until it is.
+  // Stop copying and release the appended memory. Returns false if a copy is still in progress after the patience; the
+  // memory is then kept until that copy has ended.
   bool abort(double patience_seconds) {
     check_process();
     const bool over = wait_interruptibly(patience_seconds, [&](milliseconds slice) { return core_->abort(slice); });
@@ -130,12 +131,12 @@ class PyStream {
     for (const auto& owner : owners_) Py_VISIT(owner.segments.ptr());
     return 0;
   }
-  // Waits for nobody: the collector calls it.
+  // Release the appended memory. It must not wait, because the garbage collector calls it.
   void let_go() {
-    std::deque<Owner> dropped;  // a destructor may call back
+    std::deque<Owner> dropped;  // destroyed last: the destructor of an owner may call this stream
     dropped.swap(owners_);
     if (core_->fork_generation() != fork_generation()) {
-      new std::shared_ptr<Stream>(core_);  // whose state a thread of the parent may have held
+      new std::shared_ptr<Stream>(core_);  // never destroyed: a thread of the parent may have held its mutex
     } else if (!core_->abort(milliseconds(0)) && !dropped.empty()) {
       const uint64_t id = scheduler_->next_request_id();
       for (auto& owner : dropped) left_->keep(id, std::move(owner.segments));
@@ -146,12 +147,13 @@ class PyStream {
   const Stream& core() const { return *core_; }
 
  private:
+  // An argument of append().
   struct Owner {
-    uint64_t end;  // of its segments
+    uint64_t end;  // the number of the stream's segments after that append()
     nb::object segments;
   };
 
-  // Another thread did it while this one was in a call.
+  // Another thread ended the stream while this one was in a call.
   [[noreturn]] static void raise_ended() { throw nb::value_error("the stream has ended"); }
 
   void check_process() const {
@@ -160,7 +162,7 @@ class PyStream {
 
   std::shared_ptr<Scheduler> scheduler_;
   std::shared_ptr<Stream> core_;
-  const std::shared_ptr<Owners> left_;  // what is being copied while nobody waits for it
+  const std::shared_ptr<Owners> left_;  // keeps memory that is still being copied after let_go()
   std::deque<Owner> owners_;
 };
 
@@ -193,7 +195,7 @@ void bind_streams(nb::module_& module) {
           "scheduler"_a, "file"_a, "offset"_a, "chunk_nbytes"_a, "of_segments"_a, "background"_a, "expected_nbytes"_a)
       .def("append", &PyStream::append, "scheduler"_a, "segments"_a,
            nb::sig("def append(self, scheduler: Scheduler, segments: Segments) -> None"))
-      .def("append_made", &PyStream::append_made, "scheduler"_a, "data"_a, "fields"_a)
+      .def("append_with_fields", &PyStream::append_with_fields, "scheduler"_a, "data"_a, "fields"_a)
       .def("end", &PyStream::end, "scheduler"_a, "truncate"_a, "sync"_a, "sync_names"_a)
       .def("wait_for_copies", &PyStream::wait_for_copies, "scheduler"_a, "uncopied_nbytes"_a)
       .def("wait", &PyStream::wait, "timeout_seconds"_a.none())

@@ -1,4 +1,4 @@
-// Streams.
+// Streams (transfer/stream.h), as Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>

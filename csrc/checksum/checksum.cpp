@@ -1,4 +1,4 @@
-// Taking a CRC-32 is libdeflate's work, see README.md; combining two is the algebra of remainders, and done here.
+// libdeflate computes the CRC-32s (see README.md). Combining two is polynomial arithmetic, which is implemented here.
 #include "checksum/checksum.h"
 
 #include <libdeflate.h>
@@ -8,10 +8,11 @@
 namespace tensorferry {
 namespace {
 
-// Shorter ones are summed once for each, rather than combined.
+// For shorter pieces, add() computes each of the two CRC-32s from the bytes, because that costs less than
+// crc32_combine().
 constexpr uint64_t min_combined_nbytes = 4096;
 
-// A CRC-32 as a polynomial of bits: the highest bit of the number is the lowest power of x.
+// A CRC-32 is a polynomial over GF(2); the highest bit of the number is the coefficient of x^0.
 constexpr uint32_t generator = 0xEDB88320;
 constexpr uint32_t one = 1U << 31;
 constexpr uint32_t x = 1U << 30;
@@ -25,7 +26,7 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
   return sum;
 }
 
-// x to the powers of 1, 2, 4, 8 and so on. The 33rd is x again.
+// x to the powers 1, 2, 4, 8 and so on, modulo the generator. The 33rd would be x again.
 constexpr auto squares = [] {
   std::array<uint32_t, 32> found{x};
   for (size_t k = 1; k < found.size(); ++k) found[k] = product(found[k - 1], found[k - 1]);
@@ -41,14 +42,14 @@ constexpr uint32_t x_to_bits_of(uint64_t nbytes) {
   return power;
 }
 
-// libdeflate looks at the processor in its first call, and keeps what it found without synchronization: before there
-// are threads, then.
+// libdeflate examines the processor in its first call and stores the result without synchronization, so that call must
+// happen before there are threads.
 const uint32_t of_nothing = libdeflate_crc32(0, "", 0);
 
 }  // namespace
 
 uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
-  // It takes a null pointer for a question.
+  // Empty data may have a null pointer, for which libdeflate_crc32() returns the initial value, whatever `crc` is.
   return nbytes == 0 ? crc ^ of_nothing : libdeflate_crc32(crc, data, nbytes);
 }
 
@@ -63,7 +64,7 @@ void add(RunningCrc32* one, RunningCrc32* other, const void* data, uint64_t nbyt
 }
 
 uint32_t crc32_combine(uint32_t crc, uint32_t next_crc, uint64_t next_nbytes) {
-  // Bytes that follow multiply a remainder by a power of x; remainders of a sum add.
+  // Appending bytes multiplies a remainder by a power of x, and the remainder of a sum is the sum of the remainders.
   return product(x_to_bits_of(next_nbytes), crc) ^ next_crc;
 }
 

@@ -14,7 +14,7 @@ void write_values(const uint8_t* codes, const CodeBlocks& blocks, const float* t
     for (size_t column = 0; column < blocks.columns; in_block = 0) {
       const size_t run = std::min(blocks.block_columns - in_block, blocks.columns - column);
       const float factor = *scale++;
-      // As short as it is it would take twice as long where it crosses a cache line.
+      // Unrolled because the code of the loop is so short that it takes twice as long if it crosses a cache line.
 #pragma GCC unroll 8
       for (size_t i = 0; i < run; ++i) {
         const float* const found = table + count * codes[i];

@@ -1,5 +1,7 @@
-// What codes of one byte mean, in blocks that have a scale each: quantised tensors. One pass over the codes, which
-// libraries of tensors need several for; and no threads, whose spinning would take the processors from the workers.
+// Values of quantised tensors. A tensor is stored as a matrix of codes of one byte, and each rectangular block of codes
+// has a scale. The value of a code is its entry in a table times the scale of its block. The conversion reads the codes
+// in one pass, while tensor libraries need several. It starts no threads, because spinning compute threads would take
+// processors from the I/O workers.
 #pragma once
 
 #include <cstddef>
@@ -7,18 +9,20 @@
 
 namespace tensorferry {
 
-// A part of a matrix of codes, and how blocks lie in it.
+// A rectangular part of a matrix of codes, and how the blocks of the matrix divide it. The first block is the one that
+// contains the part's first code.
 struct CodeBlocks {
-  size_t rows;
+  size_t rows;  // these two: the size of the part
   size_t columns;
-  size_t block_rows;  // of all blocks but those at the edges, as the next
+  size_t block_rows;  // these two: the size of every block that no edge of the matrix cuts off
   size_t block_columns;
-  size_t top;  // codes of the first block that are not in the part
-  size_t left;
-  size_t scales_in_row;  // of the matrix of scales, which begins with the first block's
+  size_t top;            // the rows of the first block that are above the part
+  size_t left;           // the columns of the first block that are to the left of the part
+  size_t scales_in_row;  // the row length of the matrix of scales
 };
 
-// Writes the values of all codes, in C order; `table` has one or two of them (`values_per_code`) for each of 256 codes.
+// Write the values of all codes of a part to `values`, in C order. `table` has `values_per_code` (one or two) entries
+// for each of the 256 codes, and `scales` points to the scale of the first block.
 void values_of_codes(const uint8_t* codes, const CodeBlocks& blocks, size_t values_per_code, const float* table,
                      const float* scales, float* values);
 

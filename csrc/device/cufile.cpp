@@ -75,7 +75,8 @@ struct State {
 };
 
 State& state() {
-  static auto* instance = new State;  // in a forked child the CUDA driver is refused before anything comes here
+  // Not remade after fork: a forked child is refused the CUDA driver before it gets here.
+  static auto* instance = new State;
   return *instance;
 }
 
@@ -91,16 +92,16 @@ bool load(Library& library, Functions& table) {
 
 const char* name_of(int code) {
   switch (code) {
-    case 5001: return "nvidia-fs is not loaded, and cufile.json forbids the compatible mode";
-    case 5004: return "nvidia-fs has another version";
+    case 5001: return "nvidia-fs is not loaded, and cufile.json forbids the compatibility mode";
+    case 5004: return "the version of nvidia-fs does not match";
     case 5007: return "GPUDirect Storage is not supported on this platform";
     case 5008: return "GPUDirect Storage is not supported for this file";
     case 5009: return "GPUDirect Storage is not supported by this GPU";
     case 5010: return "nvidia-fs failed";
     case cuda_driver_error: return "the CUDA driver failed";
     case 5012: return "invalid device pointer";
-    case 5013: return "not memory of a GPU";
-    case 5014: return "beyond the allocated memory";
+    case 5013: return "not GPU memory";
+    case 5014: return "beyond the end of the allocation";
     case 5015: return "memory of another CUDA context";
     case 5016: return "beyond the largest size that can be pinned";
     case 5018: return "unsupported file type";
@@ -126,7 +127,7 @@ std::string code_text(int code) {
   return "cuFile error " + std::to_string(code) + (text.empty() ? "" : " (" + text + ")");
 }
 
-// The text of a failed call.
+// The text for a failed call.
 std::string text_of(const Error& error) {
   if (error.code == cuda_driver_error) {
     if (const cuda::Driver* driver = cuda::driver()) return cuda::fault_of(*driver, error.cuda_code, "").hint;
@@ -138,7 +139,7 @@ Fault fault_of(const Error& error, const char* call) {
   return Fault{.error_number = EIO, .operation = call, .hint = text_of(error)};
 }
 
-// Under the state's mutex.
+// Open the library and its driver, and return the outcome. Requires the mutex of State.
 Status start(Functions& table, const std::vector<std::string>& folders, int ordinal) {
   std::string reason;
   if (cuda::driver(&reason) == nullptr) return {.refusal = reason, .detail = ""};
@@ -151,7 +152,7 @@ Status start(Functions& table, const std::vector<std::string>& folders, int ordi
             .detail = ""};
   }
   if (!load(library, table)) return {.refusal = "cuFile cannot be used: " + library.reason(), .detail = ""};
-  // cuFile asks for a context to be there.
+  // cuFileDriverOpen requires a current context.
   auto gpu = cuda::Gpu::of(ordinal);
   if (!gpu) return {.refusal = gpu.fault().operation + (": " + gpu.fault().hint), .detail = ""};
   cuda::Current current(**gpu);
@@ -174,7 +175,7 @@ Status start(Functions& table, const std::vector<std::string>& folders, int ordi
   }
   if (has_p2p_dma) found.detail += ", PCI P2P DMA";
   if (!found.native) {
-    found.detail += ": neither nvidia-fs nor PCI P2P DMA is there, so it would copy through host memory";
+    found.detail += ": neither nvidia-fs nor PCI P2P DMA is available, so it would copy through host memory";
   }
   return found;
 }
@@ -208,7 +209,7 @@ Result<Handle> register_file(int descriptor) {
 }
 
 void deregister_file(Handle handle) {
-  if (cuda::driver_in_use()) state().table.deregister_handle(handle);  // else this is a forked child
+  if (cuda::driver_in_use()) state().table.deregister_handle(handle);  // otherwise this is a forked child
 }
 
 std::optional<Fault> register_buffer(cuda::Address address, size_t nbytes, int ordinal) {
@@ -243,7 +244,7 @@ bool deregister_buffer(cuda::Address address) {
 int64_t transfer(bool write, Handle handle, cuda::Gpu& gpu, char* memory, uint64_t nbytes, uint64_t offset) {
   State& current = state();
   const auto address = reinterpret_cast<cuda::Address>(memory);
-  // cuFile knows registered memory by its first byte.
+  // cuFile identifies registered memory by its first byte; other addresses are given by their offset from it.
   cuda::Address base = address;
   {
     std::lock_guard lock(current.mutex);
@@ -258,6 +259,8 @@ int64_t transfer(bool write, Handle handle, cuda::Gpu& gpu, char* memory, uint64
   const auto place = static_cast<off_t>(offset);
   cuda::Current context(gpu);
   if (context.fault()) return -cuda_driver_error;
+  // cuFileRead and cuFileWrite return -1 with errno set for a system error, and another negative number for their own
+  // errors.
   errno = 0;
   const ssize_t moved = write ? current.table.write(handle, at, nbytes, place, within)
                               : current.table.read(handle, at, nbytes, place, within);

@@ -11,7 +11,7 @@
 namespace tensorferry::cuda {
 namespace {
 
-// cuDevicePrimaryCtxRetain and all else that we use has been there since then.
+// CUDA 11.0: its driver, and every later one, has all functions that we use.
 constexpr int oldest_version = 11000;
 
 constexpr int pointer_attribute_memory_type = 2;
@@ -42,16 +42,16 @@ bool load(Library& library, Driver& table) {
 std::string text_of(const Driver& driver, int code) {
   const char* name = nullptr;
   const char* text = nullptr;
-  (void)driver.get_error_name(code, &name);  // an unknown code leaves them null
+  (void)driver.get_error_name(code, &name);  // an unknown code leaves both null
   (void)driver.get_error_string(code, &text);
   std::string both = name ? name : "CUDA error " + std::to_string(code);
   if (text) both += std::string(" (") + text + ")";
   return both;
 }
 
-// Loads and initialises; an empty string, or why not.
+// Load and initialise the driver. Returns an empty string or the reason for a failure.
 std::string start(Driver& table) {
-  // The first is where every installation has it; the others are for containers without ldconfig, and for WSL.
+  // The first name works in ordinary installations; the others are for containers without ldconfig, and for WSL.
   Library library("TENSORFERRY_LIBCUDA",
                   {"libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"});
   if (!library) {
@@ -63,7 +63,7 @@ std::string start(Driver& table) {
   if (int code = table.get_version(&version)) return "cuDriverGetVersion: " + text_of(table, code);
   if (version < oldest_version) {
     return "the CUDA driver supports CUDA " + std::to_string(version / 1000) + "." +
-           std::to_string(version % 1000 / 10) + " only; 11.0 or later is needed";
+           std::to_string(version % 1000 / 10) + " only; 11.0 or later is required";
   }
   if (int code = table.init(0)) {
     std::string reason = "cuInit: " + text_of(table, code);
@@ -81,7 +81,8 @@ struct State {
 
 State& state() { return of_this_process<State>(); }
 
-// Generation of the process that initialised the driver first; a child of it can use no GPU.
+// The fork generation of the process that first initialised the driver. A forked child of that process cannot use a
+// GPU.
 std::atomic<uint64_t> first_user{UINT64_MAX};
 
 }  // namespace
@@ -94,7 +95,7 @@ const Driver* driver(std::string* reason) {
   std::string refusal;
   const uint64_t generation = fork_generation();
   if (first_user.load() != UINT64_MAX && first_user.load() != generation) {
-    refusal = "CUDA was used before fork(): it cannot be used in the child (remedy: start the process by spawn)";
+    refusal = "CUDA was used before fork(): it cannot be used in the child (remedy: use the start method \"spawn\")";
   } else {
     refusal = start(current.table);
   }
@@ -103,7 +104,7 @@ const Driver* driver(std::string* reason) {
     return nullptr;
   }
   first_user = generation;
-  current.ready.store(true, std::memory_order_release);
+  current.ready.store(true, std::memory_order_release);  // publishes the table
   return &current.table;
 }
 
@@ -121,7 +122,7 @@ Result<std::optional<int>> device_of(Address address) {
   unsigned type = 0;
   int ordinal = -1;
   int code = cuda->get_pointer_attribute(&type, pointer_attribute_memory_type, address);
-  if (code == error_invalid_value) return std::optional<int>();  // unknown to CUDA
+  if (code == error_invalid_value) return std::optional<int>();  // host memory that CUDA does not know
   if (code == success && type == memory_type_host) return std::optional<int>();
   if (code == success) code = cuda->get_pointer_attribute(&ordinal, pointer_attribute_device_ordinal, address);
   if (code != success) return fault_of(*cuda, code, "cuPointerGetAttribute");

@@ -1,6 +1,6 @@
-// The CUDA driver API: the functions we use, typed, and their errors as values. No header of CUDA is needed; the
-// types below are those of its ABI (docs.nvidia.com/cuda/cuda-driver-api), where handles are pointers to structs
-// that nobody sees.
+// The functions of the CUDA driver API that we use, loaded at run time, with errors as values. No CUDA header is
+// needed: the types below follow the ABI of the API (docs.nvidia.com/cuda/cuda-driver-api), where handles are pointers
+// to opaque structs.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace tensorferry::cuda {
 using ContextHandle = struct ContextTag*;
 using StreamHandle = struct StreamTag*;
 using EventHandle = struct EventTag*;
-using Address = unsigned long long;  // in GPU memory
+using Address = unsigned long long;  // an address in GPU memory
 
 constexpr int success = 0;
 constexpr int error_invalid_value = 1;
@@ -46,17 +46,18 @@ struct Driver {
   int (*synchronize_event)(EventHandle event);
 };
 
-// The driver, loaded and initialised at first use. Null where there is none that works in this process: `reason`, if
-// given, then says why and what helps. Success is remembered, failure is not.
+// Return the driver, which is loaded and initialised at first use. If no driver works in this process, return null and
+// set `reason`, if given, to the cause and the remedy. The next call then tries again, so it finds a driver that was
+// installed meanwhile.
 const Driver* driver(std::string* reason = nullptr);
 
 // Whether driver() has succeeded in this process.
 bool driver_in_use();
 
-// What the failure of a call says: errno for our callers, the call, the error's name and text.
+// The Fault for a call that returned `code`: with an errno, the name of the call, and the error's name and text.
 Fault fault_of(const Driver& driver, int code, const char* call);
 
-// The GPU that an address belongs to; nothing for memory that is no GPU's.
+// The ordinal of the GPU that the memory at an address belongs to; empty for host memory.
 Result<std::optional<int>> device_of(Address address);
 
 }  // namespace tensorferry::cuda

@@ -7,11 +7,11 @@
 namespace tensorferry::cuda {
 namespace {
 
-constexpr unsigned event_blocking_sync = 1;  // a thread that waits sleeps
+constexpr unsigned event_blocking_sync = 1;  // waiting threads sleep
 constexpr unsigned event_disable_timing = 2;
-constexpr unsigned stream_non_blocking = 1;  // no ordering with the legacy default stream
+constexpr unsigned stream_non_blocking = 1;  // no implicit ordering with the legacy default stream
 constexpr int capture_mode_relaxed = 2;
-constexpr unsigned register_portable = 1;  // for all contexts
+constexpr unsigned register_portable = 1;  // registered for all contexts
 
 struct Registry {
   std::mutex mutex;
@@ -26,7 +26,7 @@ Current::Current(const Gpu& gpu) : driver_(gpu.driver()), code_(driver_.push_con
 
 Current::~Current() {
   ContextHandle popped;
-  if (code_ == success) (void)driver_.pop_context(&popped);  // fails only where push did
+  if (code_ == success) (void)driver_.pop_context(&popped);  // fails only if push failed
 }
 
 std::optional<Fault> Current::fault() const {
@@ -36,7 +36,7 @@ std::optional<Fault> Current::fault() const {
 
 void leave_captures_alone() {
   int mode = capture_mode_relaxed;
-  if (const Driver* cuda = driver()) (void)cuda->exchange_capture_mode(&mode);  // fails for no mode but unknown ones
+  if (const Driver* cuda = driver()) (void)cuda->exchange_capture_mode(&mode);  // fails only for an unknown mode
 }
 
 Event& Event::operator=(Event&& other) noexcept {
@@ -71,7 +71,7 @@ Result<bool> Event::passed() const {
 
 std::optional<Fault> Event::wait() const {
   Current current(*gpu_);
-  // Without a context too: memory may be let go only when the stream is through with it.
+  // Wait even if the context could not be made current: memory must not be released while the stream may still use it.
   const int code = gpu_->driver().synchronize_event(handle_);
   if (code == success) return std::nullopt;
   auto fault = current.fault();
@@ -97,7 +97,7 @@ Result<Event> Copier::start(Direction direction, char* host, Address address, si
       to_gpu ? driver.copy_to_gpu(address, host, nbytes, stream) : driver.copy_from_gpu(host, address, nbytes, stream);
   if (code) return fault_of(driver, code, to_gpu ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync");
   if (auto fault = (*event).record(stream)) {
-    // The copy is queued, and nothing else will tell when it is over.
+    // The copy is queued, and without the event only the stream can show when it has completed.
     (void)driver.synchronize_stream(stream);
     return *fault;
   }
@@ -186,19 +186,21 @@ std::optional<Fault> Gpu::register_host(void* memory, size_t nbytes) {
 }
 
 void Gpu::unregister_host(void* memory) {
-  if (!driver_in_use()) return;  // a forked child, which has no registration and may not call CUDA
+  // A forked child has no registrations and must not call CUDA.
+  if (!driver_in_use()) return;
   Current current(*this);
-  (void)driver_.unregister_host(memory);  // at exit the driver may have gone before; then nothing is registered
+  // At exit the driver may already be unloaded. Nothing is registered then, so the failure does not matter.
+  (void)driver_.unregister_host(memory);
 }
 
 bool is_capturing(int ordinal, StreamHandle stream) {
-  // The default stream cannot be captured, and must not even be asked about while another one is.
+  // The default stream cannot be captured, and querying it while another stream is being captured is an error.
   if (stream == nullptr) return false;
   auto gpu = Gpu::of(ordinal);
   if (!gpu) return false;
   Current current(**gpu);
   int status = 0;
-  // What is wrong with the GPU will be told by the gate, with the file's name.
+  // A failure is ignored here: Gate::after() then fails as well, and its fault is reported with the file's path.
   return (*gpu)->driver().is_capturing(stream, &status) == success && status != 0;
 }
 

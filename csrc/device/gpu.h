@@ -1,6 +1,8 @@
-// One GPU as transfers use it: its primary context (which torch and everybody else shares), events, and copiers.
+// One GPU as transfers use it: its primary context (which torch and all other libraries of the process use, too), and
+// its events and copiers, which are kept for reuse.
 //
-// A Gpu lives as long as the process: contexts are not released, since at exit the driver may be gone before us.
+// A Gpu lives until the process ends. Contexts are never released, because at exit the driver may be unloaded before
+// us.
 #pragma once
 
 #include <map>
@@ -16,7 +18,7 @@ namespace tensorferry::cuda {
 
 class Gpu;
 
-// Makes a GPU's context that of the calling thread, for a scope; unless there is a fault().
+// Makes a GPU's context current on the calling thread for a scope. If that fails, fault() has the reason.
 class Current {
  public:
   explicit Current(const Gpu& gpu);
@@ -31,10 +33,12 @@ class Current {
   const int code_;
 };
 
-// For threads of our own: what they ask of CUDA must not break the capture of a graph that another thread is making.
+// Select the relaxed capture mode for the calling thread. Each thread of the core that calls CUDA must do this, because
+// otherwise its calls would break a graph capture that another thread has begun.
 void leave_captures_alone();
 
-// A point in a stream's work. Goes back to its GPU, for the next use, when dropped.
+// A point in the work that is queued on a stream. The Event's destructor returns the driver's event to the Gpu for
+// reuse.
 class Event {
  public:
   Event() = default;
@@ -42,9 +46,9 @@ class Event {
   Event& operator=(Event&& other) noexcept;
   ~Event() { reset(); }
 
-  std::optional<Fault> record(StreamHandle stream);
-  Result<bool> passed() const;
-  std::optional<Fault> wait() const;
+  std::optional<Fault> record(StreamHandle stream);  // the point is behind everything queued on the stream so far
+  Result<bool> passed() const;                       // whether the work before the point has completed
+  std::optional<Fault> wait() const;                 // until it has completed
   void reset();
 
  private:
@@ -57,14 +61,16 @@ class Event {
 
 enum class Direction { to_gpu, from_gpu };
 
-// A stream for each direction, so that reads and writes overlap. One thread uses it at a time.
+// Copies between host memory and one GPU. A copier has a separate stream for each direction, so reads and writes
+// overlap. Only one thread at a time may use a copier.
 class Copier {
  public:
   ~Copier();
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Queues a copy between registered host memory and the GPU. Both stay as they are until the event has passed.
+  // Queue a copy between page-locked host memory and the GPU. The caller must leave both sides alone until the returned
+  // event has passed.
   Result<Event> start(Direction direction, char* host, Address address, size_t nbytes);
 
  private:
@@ -77,17 +83,18 @@ class Copier {
 
 class Gpu {
  public:
-  // Makes its primary context at first use.
+  // Return the GPU, creating its primary context at first use.
   static Result<Gpu*> of(int ordinal);
 
   const Driver& driver() const { return driver_; }
   ContextHandle context() const { return context_; }
 
+  // Return an idle event or copier, or create one. give_back() makes a copier idle again.
   Result<Event> take_event();
   Result<std::unique_ptr<Copier>> take_copier();
   void give_back(std::unique_ptr<Copier> copier);
 
-  // Makes host memory page-locked and known to all GPUs.
+  // Page-lock host memory and register it for the contexts of all GPUs.
   std::optional<Fault> register_host(void* memory, size_t nbytes);
   void unregister_host(void* memory);
 
@@ -102,7 +109,8 @@ class Gpu {
   std::vector<std::unique_ptr<Copier>> idle_copiers_;
 };
 
-// Copiers of one user, who makes one call at a time: one for each GPU, taken at first use, given back at the end.
+// The copiers of one worker or stream. of() takes a copier of a GPU at first use, and the destructor gives all copiers
+// back. Only one thread at a time may use this object.
 class Copiers {
  public:
   Copiers() = default;
@@ -117,14 +125,16 @@ class Copiers {
   std::map<Gpu*, std::unique_ptr<Copier>> taken_;
 };
 
-// Whether a stream's work is being captured into a graph, so that there is nothing to wait for.
+// Whether the work that is queued on a stream is being captured into a graph. Captured work does not run, so a transfer
+// cannot wait for it.
 bool is_capturing(int ordinal, StreamHandle stream);
 
-// The point from which on a transfer may use GPU memory: what had been queued on a stream when the transfer was asked
-// for has passed. Waiting for it is not left to a worker's stream, which then would hold up other transfers.
+// The point from which a transfer may use GPU memory: everything that was queued on the user's stream when the transfer
+// was requested has completed. The transfer is put in line once its gates have passed. The streams of the workers'
+// copiers do not wait for a gate instead, because that would delay the workers' other transfers.
 class Gate {
  public:
-  // The stream must not be capturing.
+  // Create a gate behind everything that is queued on the stream now. The stream must not be capturing.
   static Result<std::shared_ptr<Gate>> after(int ordinal, StreamHandle stream);
 
   Gpu& gpu() const { return gpu_; }

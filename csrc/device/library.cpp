@@ -16,16 +16,16 @@ Library::Library(const char* override_name, const std::vector<std::string>& cand
       reason_.clear();
       return;
     }
-    // The first failure is the system's own library, and so the one to tell; the text names the file.
+    // Report the first failure, which belongs to the system's own library. Its text names the file.
     const char* error = ::dlerror();
     if (reason_.empty()) reason_ = error ? error : name + " cannot be opened";
   }
-  if (overridden) reason_ += " (" + std::string(override_name) + " names it)";
+  if (overridden) reason_ += " (the path is from " + std::string(override_name) + ")";
 }
 
 void* Library::symbol(const char* name) {
   void* found = ::dlsym(handle_, name);
-  if (found == nullptr) reason_ = path_ + " has no function " + name + ": it is too old, or another library";
+  if (found == nullptr) reason_ = path_ + " has no function " + name + ": it is too old, or a different library";
   return found;
 }
 

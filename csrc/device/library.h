@@ -1,4 +1,4 @@
-// A shared library that is opened at run time, and may not be there.
+// A shared library that is opened at run time and may be missing.
 #pragma once
 
 #include <string>
@@ -8,16 +8,18 @@ namespace tensorferry {
 
 class Library {
  public:
-  // Opens the first of `candidates` (names that the linker knows, or paths) that can be opened. Where the environment
-  // variable `override_name` is set, it names the only candidate. Never closed: GPU libraries do not survive that.
-  // Without success, reason() says what was tried.
+  // Open the first of `candidates` (names for the dynamic linker, or paths) that can be opened. If the environment
+  // variable `override_name` is set, its value is the only candidate. The library is never closed, because GPU
+  // libraries do not survive dlclose(). If no candidate can be opened, reason() is the dynamic linker's message for the
+  // first one.
   Library(const char* override_name, const std::vector<std::string>& candidates);
 
   explicit operator bool() const { return handle_ != nullptr; }
   const std::string& reason() const { return reason_; }
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return path_; }  // the candidate that was opened
 
-  // Fills a typed pointer to a function; false, and a reason, if the library has none of that name.
+  // Set a typed pointer to the function `name`. Returns false, and sets the reason, if the library has no such
+  // function.
   template <typename Function>
   bool load(Function*& function, const char* name) {
     function = reinterpret_cast<Function*>(symbol(name));

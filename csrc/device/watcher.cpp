@@ -1,6 +1,6 @@
-// Copies take a fraction of a millisecond each and end about in the order in which they were queued, so the thread
-// sleeps until the oldest is over. Gates wait for what users queued, which may take any time and ends in any order:
-// they are asked again and again, at growing intervals while none passes.
+// Copies take a fraction of a millisecond each and complete approximately in the order in which they were queued, so
+// the thread sleeps until the oldest one completes. Gates wait for work of users, which may take any time and complete
+// in any order. They are polled, at growing intervals while none passes.
 #include "device/watcher.h"
 
 #include <errno.h>
@@ -17,6 +17,8 @@ namespace {
 
 using std::chrono::microseconds;
 
+// The time between two polls of the gates. The shortest nap bounds the delay of a transfer that waits for a short
+// kernel. The longest nap bounds the cost of polling while a transfer waits for a long kernel.
 constexpr microseconds shortest_nap{20};
 constexpr microseconds longest_nap{500};
 
@@ -69,6 +71,7 @@ void Watcher::run() {
   std::unique_lock lock(mutex_);
   while (true) {
     if (copies_.empty() && gates_.empty()) {
+      // With gates to poll, sleep at most `nap`; otherwise sleep until something is added.
       if (!gates.empty()) {
         news_.wait_for(lock, nap);
       } else if (stopping_) {
@@ -98,7 +101,7 @@ void Watcher::run() {
   }
 }
 
-// Returns whether there was one.
+// Call back for each gate that has passed or failed, and remove it from `gates`. Returns whether there was such a gate.
 bool Watcher::end_passed(std::vector<Waiting>& gates) {
   const size_t before = gates.size();
   for (size_t index = 0; index < gates.size();) {

@@ -1,4 +1,5 @@
-// A thread that waits for GPUs, and tells when a copy is over or a gate has passed, so that workers need not.
+// A thread that waits for GPUs in place of the workers. It calls a function when a copy has completed, or when a gate
+// has passed, which is the point in a stream's work from which a transfer may use GPU memory (gpu.h).
 #pragma once
 
 #include <condition_variable>
@@ -16,15 +17,16 @@ namespace tensorferry::cuda {
 
 class Watcher {
  public:
+  // Called with the fault if the wait has failed, otherwise with an empty optional.
   using Done = std::function<void(std::optional<Fault>)>;
 
-  // EAGAIN: the process may have no more threads.
+  // Fails with EAGAIN if the process cannot start another thread.
   static Result<std::unique_ptr<Watcher>> create();
 
-  // Waits for what was added.
+  // Waits for every copy and gate that was added.
   ~Watcher();
 
-  // `done` is called by the watcher's thread, once.
+  // The watcher's thread calls `done` exactly once, after the event behind a copy, or the gate, has passed or failed.
   void add_copy(Event event, Done done);
   void add_gate(std::shared_ptr<Gate> gate, Done done);
 

@@ -30,11 +30,14 @@ int64_t execute_now(const Block& block) {
 
 int64_t read_cached(const Block& block) {
   const struct iovec place{block.memory, block.nbytes};
+  // RWF_NOWAIT (preadv2(2)) reads only what the page cache holds, and fails with EAGAIN where it would have to wait.
   const ssize_t result = ::preadv2(block.descriptor, &place, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
   return result >= 0 ? result : -errno_of_cached();
 }
 
 int errno_of_cached() {
+  // These are the errors of kernels and file systems that do not support RWF_NOWAIT. For the caller this is the same as
+  // data that is not cached.
   const bool refused = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
   return refused ? EAGAIN : errno;
 }

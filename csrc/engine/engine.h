@@ -1,10 +1,8 @@
-// How blocks reach the kernel: the interface of the three engines. README.md in this folder says why each is
-// as it is.
+// The interface of the engines, which pass blocks to the kernel. README.md in this folder explains each engine.
 //
-// An engine is made by any thread and then belongs to one, the worker, which alone calls the rest; but wake() is
-// for everybody.
-// A block's fate travels as data: its result is a count of bytes or a negative errno, and what follows from it
-// (resume, retry, fail) is decided above, in transfer/.
+// Any thread may create an engine. From then on the engine belongs to one thread, the worker, and only the worker calls
+// its functions, except wake(), which every thread may call. The outcome of a block is data: a count of bytes or a
+// negative errno. Code in transfer/ decides whether to resume, retry or fail the block.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +14,18 @@ namespace tensorferry {
 
 enum class Operation : uint8_t { read, write };
 
-// The longest that the kernel moves in one call, rounded down to a page: see read(2).
+// The maximum number of bytes that the kernel moves in one call: INT_MAX rounded down to a page (see read(2)).
 constexpr uint64_t max_call_nbytes = 0x7ffff000;
 
-// What one submission carries. Lives until its completion has been reaped.
+// One read or write. It must live from add() until reap() has returned it.
 struct Block {
   Operation operation = Operation::read;
   int descriptor = -1;
   char* memory = nullptr;
   uint64_t nbytes = 0;
   uint64_t offset = 0;
-  int64_t result = 0;                       // after completion: bytes moved, or -errno (or what `call` has returned)
-  int64_t (*call)(const Block&) = nullptr;  // moves it in the place of a system call, by engines with threads only
+  int64_t result = 0;                       // after completion: bytes moved, -errno, or the result of `call`
+  int64_t (*call)(const Block&) = nullptr;  // run in place of the system call; only engines with threads support it
 };
 
 class Engine {
@@ -36,30 +34,32 @@ class Engine {
 
   virtual const char* name() const = 0;
 
-  // Whether blocks run in threads of its own, so that one that copies from the page cache holds up nobody.
+  // Whether blocks run on threads of the engine. If so, a block that copies from the page cache delays no other block.
   virtual bool has_threads() const { return false; }
 
-  // Whether I/O through the page cache is done inside submit(), by the calling thread.
+  // Whether buffered I/O runs inside submit(), on the calling thread.
   virtual bool blocks_on_buffered() const { return false; }
 
-  // Called once, first of all, by the thread that will own the engine.
+  // Called once by the worker, before all other functions.
   virtual void start() {}
 
-  // Takes a block; at most the queue depth may be outstanding. Blocks that the kernel refuses come back from
-  // reap() with the error as their result; so do those that it has not taken after a tenth of a second of failures.
+  // Add a block. The number of blocks that were added and not yet returned by reap() must not exceed the queue depth.
+  // If the kernel refuses a block, reap() returns it with the error as its result. If the kernel refuses all
+  // submissions for a tenth of a second, reap() returns all blocks that wait for submission in the same way.
   virtual void add(Block& block) = 0;
 
-  // Makes sure that all added blocks have been handed over.
+  // Ensure that all added blocks have been passed to the kernel or to a thread.
   virtual void submit() = 0;
 
-  // Hands over what was added, appends completed blocks to `completed` and returns. With `wait`, sleeps until
-  // there is one, or until wake() is called.
+  // Submit the added blocks, and append the completed blocks to `completed`. With `wait`, sleep until a block completes
+  // or wake() is called.
   virtual void reap(std::vector<Block*>& completed, bool wait) = 0;
 
+  // End the sleep of reap(), or the next one if the worker does not sleep now.
   virtual void wake() = 0;
 };
 
-// Either an engine, or why not and what would help.
+// A new engine; or null, and `refusal` is the reason why the engine cannot be created, with the remedy.
 struct EngineAttempt {
   std::unique_ptr<Engine> engine;
   std::string refusal;
@@ -78,23 +78,25 @@ EngineAttempt create_cufile_engine(const EngineOptions& options);
 struct EngineKind {
   const char* name;
   EngineAttempt (*create)(const EngineOptions&);
-  bool on_request_only = false;
+  bool on_request_only = false;  // used only if the options name this engine
 };
 
-// In order of preference. The last that is not for requests only always works.
+// The engines in the order in which they are tried. The last one that is not on_request_only always works.
 const std::vector<EngineKind>& engine_kinds();
 
-// One block, on the calling thread, to its first result. The one implementation of "just do it now".
+// Move a block on the calling thread by one system call (or by `call`), and return the result, which may be short. This
+// is the only implementation of synchronous I/O in the core.
 int64_t execute_now(const Block& block);
 
-// What the page cache holds of a block's beginning, on the calling thread and without waiting for a drive: bytes read
-// (fewer than asked where the rest is not cached; 0 at the file's end), -EAGAIN where nothing can be had that way, or
-// another -errno. The kernel begins to read ahead what is not cached. The block's descriptor is one through the page
-// cache.
+// Read as much of the beginning of a block as the page cache holds, on the calling thread and without waiting for a
+// drive. Returns the number of bytes read (fewer than the block has if the rest is not cached, 0 at the end of the
+// file), -EAGAIN if nothing can be read without waiting, or another -errno. The kernel starts read-ahead for the part
+// that is not cached. The block's descriptor must be one without O_DIRECT.
 int64_t read_cached(const Block& block);
 
-// What errno means behind such a read: kernels and file systems that cannot promise not to wait refuse, which is
-// EAGAIN.
+// Return errno after a preadv2 with RWF_NOWAIT, as in read_cached(), has failed. The errors by which kernels and file
+// systems report that they do not support RWF_NOWAIT become EAGAIN, because they mean the same to a caller: the data is
+// not available without waiting.
 int errno_of_cached();
 
 }  // namespace tensorferry

@@ -1,10 +1,10 @@
-// io_uring: blocks are written to a queue shared with the kernel, and one system call hands over many and
-// fetches what is done.
+// The io_uring engine: blocks are written to a queue shared with the kernel, and one system call submits many of them
+// and waits for completions.
 //
-// The ring is made for one submitting thread and runs its completion work only when that thread asks
-// (SINGLE_ISSUER, DEFER_TASKRUN; Linux 6.1), and with fewer flags on older kernels. It needs io_uring_setup,
-// which Docker's default seccomp profile and kernel.io_uring_disabled may forbid. README.md has the
-// measurements behind the choices.
+// The ring is made for one submitting thread and runs its completion work only when that thread asks for it
+// (SINGLE_ISSUER, DEFER_TASKRUN; Linux 6.1), with fewer flags on older kernels. It needs the system call
+// io_uring_setup, which Docker's default seccomp profile and the sysctl kernel.io_uring_disabled may forbid. README.md
+// has the measurements behind the choices.
 #include <errno.h>
 #include <liburing.h>
 #include <poll.h>
@@ -47,8 +47,8 @@ std::string refusal(const char* call, int error_number) {
   std::string reason = std::string(call) + ": " + ::strerror(error_number) + "; ";
   if (error_number == ENOSYS && kernel_before(5, 1)) return reason + "likely cause: a kernel before 5.1";
   if (error_number == ENOSYS) {
-    return reason + "likely cause: a seccomp profile (Podman's default one hides io_uring so), or a sandbox without " +
-           "io_uring; " + remedy;
+    return reason + "likely cause: a seccomp profile (Podman's default one hides io_uring this way), or a sandbox " +
+           "without io_uring; " + remedy;
   }
   if (error_number == EPERM || error_number == EACCES) {
     const int disabled = read_sysctl("/proc/sys/kernel/io_uring_disabled", 0);
@@ -65,7 +65,7 @@ std::string refusal(const char* call, int error_number) {
   }
   if (error_number == EMFILE || error_number == ENFILE)
     return reason + "remedy: raise the descriptor limit (ulimit -n)";
-  return reason + "likely cause: a kernel that lacks a feature of io_uring";
+  return reason + "likely cause: a kernel without a required feature of io_uring";
 }
 
 class IoUringEngine final : public Engine {
@@ -75,17 +75,18 @@ class IoUringEngine final : public Engine {
     if (engine->event_.error_number()) return {nullptr, refusal("eventfd", engine->event_.error_number())};
     const unsigned entries = std::min(options.queue_depth + 1, 32768u);  // one more for the wake-up
     int result = -EINVAL;
+    // Kernels before 6.1 reject the first combination with EINVAL, those before 5.19 the second one.
     for (unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0u}) {
       struct io_uring_params parameters;
       ::memset(&parameters, 0, sizeof parameters);
-      // Disabled, so that the thread which enables it, and not this one, becomes the single issuer.
+      // The ring is made disabled, so the thread that enables it, the worker, becomes its single issuer.
       parameters.flags = flags | IORING_SETUP_CLAMP | IORING_SETUP_R_DISABLED;
       result = ::io_uring_queue_init_params(entries, &engine->ring_, &parameters);
       if (result != -EINVAL) break;
     }
     if (result < 0) return {nullptr, refusal("io_uring_setup", -result)};
     engine->ring_made_ = true;
-    // Plain read and write operations came with 5.6.
+    // The plain read and write operations exist since Linux 5.6.
     struct io_uring_probe* probe = ::io_uring_get_probe_ring(&engine->ring_);
     const bool complete = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
                           ::io_uring_opcode_supported(probe, IORING_OP_WRITE);
@@ -102,7 +103,7 @@ class IoUringEngine final : public Engine {
 
   void start() override {
     start_error_ = -::io_uring_enable_rings(&ring_);
-    // Saves a descriptor look-up for each call; not needed for correctness.
+    // This saves a descriptor look-up in each call; a failure does not matter.
     if (start_error_ <= 0) (void)::io_uring_register_ring_fd(&ring_);
   }
 
@@ -124,7 +125,7 @@ class IoUringEngine final : public Engine {
   }
 
   void submit() override {
-    // Whatever fails leaves the entries in the queue; reap() tries again and counts.
+    // A failure leaves the entries in the queue. reap() submits them again and counts the failures.
     if (::io_uring_sq_ready(&ring_) > 0) (void)::io_uring_submit(&ring_);
   }
 
@@ -136,9 +137,11 @@ class IoUringEngine final : public Engine {
     if (wait && !wake_armed_) arm_wake();
     int result = 0;
     if (wait) {
-      result = ::io_uring_submit_and_wait(&ring_, 1);  // interrupted or not, the caller asks again
+      result = ::io_uring_submit_and_wait(&ring_, 1);  // after an interruption the worker calls reap() again
     } else {
       if (::io_uring_sq_ready(&ring_) > 0) result = ::io_uring_submit(&ring_);
+      // Completions that overflowed the queue, and with DEFER_TASKRUN all completions, are only delivered by a call
+      // with IORING_ENTER_GETEVENTS, which io_uring_get_events() makes.
       if (IO_URING_READ_ONCE(*ring_.sq.kflags) & IORING_SQ_CQ_OVERFLOW || ring_.flags & IORING_SETUP_DEFER_TASKRUN) {
         (void)::io_uring_get_events(&ring_);
       }
@@ -157,7 +160,7 @@ class IoUringEngine final : public Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // How long the kernel may refuse everything before what waits for it is given up.
+  // How long the kernel may refuse all submissions before the waiting entries fail.
   static constexpr std::chrono::milliseconds max_refusal{100};
 
   explicit IoUringEngine(const EngineOptions& options) : options_(options) {}
@@ -169,6 +172,7 @@ class IoUringEngine final : public Engine {
     io_uring_for_each_cqe(&ring_, head, entry) {
       ++seen;
       void* data = ::io_uring_cqe_get_data(entry);
+      // This is the completion of the poll that arm_wake() has added. The next wait must add it again.
       if (data == this) {
         event_.clear();
         wake_armed_ = false;
@@ -182,25 +186,26 @@ class IoUringEngine final : public Engine {
     ::io_uring_cq_advance(&ring_, seen);
   }
 
-  // The kernel took nothing: no memory for requests, or a sandbox that was put up around a running process. Waits a
-  // little, not in the ring, which cannot be woken now; after a tenth of a second, entries come back with the error.
-  // Blocks that the kernel took before are still its own, and still waited for: their completions need no submission,
-  // but with DEFER_TASKRUN a call of io_uring_enter. Where that is forbidden as well they never come back, and
-  // Scheduler::close() leaks their memory rather than free it under them.
+  // The kernel has accepted nothing: it lacks memory for requests, or a sandbox was put around the running process.
+  // Wait a little, but not in the ring, where wake() may not end the wait now. If the failures last for a tenth of a
+  // second, the entries are returned with the error. Blocks that the kernel accepted before are still waited for: their
+  // completions need no submission, but with DEFER_TASKRUN they need a call of io_uring_enter. If that is forbidden,
+  // too, they never complete, and Scheduler::close() leaks their memory rather than free it while the kernel may write
+  // to it.
   void outlast(int error_number, bool wait) {
     const auto now = Clock::now();
     if (!failing_since_) failing_since_ = now;
     if (now - *failing_since_ >= max_refusal) take_back(error_number);
     if (wait && refused_.empty()) {
       struct pollfd event{event_.descriptor(), POLLIN, 0};
-      // Without blocks only a wake-up can matter.
+      // Without outstanding blocks only a wake-up can matter, so wait for it without a timeout.
       if (::poll(&event, 1, outstanding_ > 0 ? 1 : -1) > 0) event_.clear();  // interrupted: the caller asks again
       if (outstanding_ == 0) failing_since_.reset();
     }
-    (void)::io_uring_get_events(&ring_);  // fails as submitting did, or brings completions
+    (void)::io_uring_get_events(&ring_);  // fails as the submission did, or delivers completions
   }
 
-  // Entries that the kernel has not seen become refusals.
+  // Return entries that the kernel has not accepted, with the error as their result.
   void take_back(int error_number) {
     const unsigned head = io_uring_smp_load_acquire(ring_.sq.khead);
     for (unsigned index = head; index != ring_.sq.sqe_tail; ++index) {
@@ -214,7 +219,7 @@ class IoUringEngine final : public Engine {
       refused_.push_back(block);
       --outstanding_;
     }
-    // Without SQPOLL the kernel looks at the tail in io_uring_enter only, so it may go back.
+    // Without SQPOLL the kernel reads the tail only in io_uring_enter, so it is safe to move it back.
     ring_.sq.sqe_head = ring_.sq.sqe_tail = head;
     io_uring_smp_store_release(ring_.sq.ktail, head);
     failing_since_.reset();
@@ -223,10 +228,11 @@ class IoUringEngine final : public Engine {
   struct io_uring_sqe* next_entry() {
     struct io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
     if (entry) return entry;
-    submit();  // the queue was full: a depth beyond the kernel's limit
+    submit();  // the queue was full: the depth exceeds the kernel's limit
     return ::io_uring_get_sqe(&ring_);
   }
 
+  // Add a poll of the eventfd to the ring, whose completion ends a wait in the ring when wake() is called.
   void arm_wake() {
     struct io_uring_sqe* entry = next_entry();
     if (entry == nullptr) return;  // a full queue will complete something soon
@@ -241,7 +247,7 @@ class IoUringEngine final : public Engine {
   bool ring_made_ = false;
   int start_error_ = 0;
   bool wake_armed_ = false;
-  size_t outstanding_ = 0;  // blocks in the ring, taken by the kernel or not
+  size_t outstanding_ = 0;  // blocks in the ring, whether the kernel has accepted them or not
   std::optional<Clock::time_point> failing_since_;
   std::vector<Block*> refused_;
 };

@@ -1,8 +1,8 @@
-// Linux AIO by its four system calls (linux/aio_abi.h), for places that forbid io_uring.
+// The libaio engine: Linux AIO by its four system calls (linux/aio_abi.h), for environments that forbid io_uring.
 //
-// It is asynchronous for direct I/O only: a block through the page cache is done inside io_submit. Contexts
-// count against the machine-wide fs.aio-max-nr. The wake-up is a poll of an eventfd within the same context
-// (IOCB_CMD_POLL, Linux 4.18), so that one call waits for both.
+// It is asynchronous only for direct I/O: a buffered block runs inside io_submit. Contexts count against the
+// machine-wide limit fs.aio-max-nr. The wake-up is a poll of an eventfd in the same context (IOCB_CMD_POLL, Linux
+// 4.18), so one call waits for both.
 #include <errno.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
@@ -20,14 +20,14 @@
 namespace tensorferry {
 namespace {
 
-// Results of system calls as -errno.
+// Return the result of a system call as -errno on failure.
 long kernel_call(long result) { return result < 0 ? -errno : result; }
 
 std::string refusal(const char* call, long error_number) {
   std::string reason = std::string(call) + ": " + ::strerror(static_cast<int>(error_number)) + "; ";
   switch (error_number) {
     case EAGAIN:
-      return reason + "likely cause: the limit fs.aio-max-nr is used up; remedy: sysctl -w fs.aio-max-nr=1048576";
+      return reason + "likely cause: the limit fs.aio-max-nr is exhausted; remedy: sysctl -w fs.aio-max-nr=1048576";
     case ENOSYS:
       return reason +
              "likely cause: a seccomp profile, or a sandbox without Linux AIO; remedy: allow io_setup, "
@@ -39,8 +39,8 @@ std::string refusal(const char* call, long error_number) {
     case ENFILE: return reason + "remedy: raise the descriptor limit (ulimit -n)";
     case ENOMEM: {
       const std::string address_space = why_no_memory();
-      return reason + (address_space.empty() ? "likely cause: the system, or the container, has no memory for it"
-                                             : address_space);
+      return reason +
+             (address_space.empty() ? "likely cause: the system or the container is out of memory" : address_space);
     }
     default: return reason + "likely cause: a kernel before 4.18";
   }
@@ -59,7 +59,7 @@ class LibaioEngine final : public Engine {
   }
 
   ~LibaioEngine() override {
-    // Waits for what is in flight; there is nothing but the poll when a worker ends.
+    // io_destroy waits for blocks in flight; when a worker ends, only the poll is left.
     if (context_) (void)::syscall(SYS_io_destroy, context_);
   }
 
@@ -93,7 +93,7 @@ class LibaioEngine final : public Engine {
         continue;
       }
       if (accepted == -EINTR) continue;
-      // The error belongs to the first one; io_submit(2).
+      // The error belongs to the first control block: io_submit(2).
       struct iocb* control = added_[begin++];
       auto* block = reinterpret_cast<Block*>(control->aio_data);
       block->result = accepted == 0 ? -EAGAIN : accepted;
@@ -109,19 +109,19 @@ class LibaioEngine final : public Engine {
     wait = wait && refused_.empty();
     refused_.clear();
     if (!wake_armed_) arm_wake();
-    // Without a wake-up in the context nothing may sleep there.
+    // Without an armed wake-up a sleep in the kernel could not be ended.
     const bool sleep = wait && wake_armed_;
     std::array<struct io_event, 64> events;
     const long count =
         kernel_call(::syscall(SYS_io_getevents, context_, sleep ? 1L : 0L, static_cast<long>(events.size()),
                               events.data(), sleep ? nullptr : &no_time_));
     if (wait && (count < 0 ? count != -EINTR : count == 0)) {
-      // The kernel refuses (a sandbox that was put up around a running process). What it took before is its own until
-      // it tells; without blocks only a wake-up can matter.
+      // The kernel refuses (a sandbox was put around the running process). Blocks that it accepted before belong to it
+      // until they complete, so look again after a millisecond; without such blocks only a wake-up can matter.
       struct pollfd event{event_.descriptor(), POLLIN, 0};
       if (::poll(&event, 1, free_.size() < controls_.size() ? 1 : -1) > 0) event_.clear();
     }
-    for (long index = 0; index < count; ++index) {  // interrupted: the caller asks again
+    for (long index = 0; index < count; ++index) {  // after an interruption the worker calls reap() again
       const auto& event = events[static_cast<size_t>(index)];
       auto* control = reinterpret_cast<struct iocb*>(event.obj);
       if (control == &wake_control_) {
@@ -143,6 +143,7 @@ class LibaioEngine final : public Engine {
     for (auto& control : controls_) free_.push_back(&control);
   }
 
+  // Add a poll of the eventfd to the context, whose completion ends io_getevents() when wake() is called.
   void arm_wake() {
     ::memset(&wake_control_, 0, sizeof wake_control_);
     wake_control_.aio_lio_opcode = IOCB_CMD_POLL;

@@ -1,8 +1,8 @@
-// Threads that block in pread and pwrite: works everywhere, and is what the other engines are measured against. The
-// same threads are the engine for cuFile, whose calls block too.
+// The threads engine: threads that block in pread and pwrite. It works everywhere and is the baseline for the other
+// engines. The same threads are the engine for cuFile, because its calls block, too.
 //
-// Threads start as blocks wait for one, up to a limit: past some tens of them a drive gains nothing, and each
-// costs a stack.
+// A thread is started when a block waits for one, up to a limit: beyond some tens of threads a drive gains nothing, and
+// each thread costs a stack.
 
 #include <pthread.h>
 
@@ -71,7 +71,7 @@ class ThreadsEngine final : public Engine {
   }
 
  private:
-  // No thread could be had (a limit of processes): the worker lends its own to one block after the other.
+  // Whether the worker must run blocks itself, in reap(), because no thread could be started (a process limit).
   bool must_lend() const { return threads_.empty() && !waiting_.empty(); }
 
   void start_thread() {
@@ -82,7 +82,7 @@ class ThreadsEngine final : public Engine {
       });
       ++idle_;
     } catch (const std::system_error&) {
-      // EAGAIN: the process may not have more threads. Those that run, or the worker itself, will serve.
+      // EAGAIN: the process may not start more threads. The running threads, or the worker, serve the block.
     }
   }
 

@@ -33,18 +33,18 @@ uint32_t page_nbytes() {
   return nbytes;
 }
 
-// What is asked of an open file, once.
+// The properties of an open file, which are looked up once, at open.
 struct Status {
   uint64_t device, own_device, inode, size;
   uint32_t mode;
   uint32_t user;
-  uint64_t mount = 0;                      // 0: the kernel has no number of its own for it
-  std::optional<DirectAlignment> aligned;  // where the kernel tells; offset 0: there is no direct I/O
+  uint64_t mount = 0;                      // 0: the kernel has no unique number for the mount
+  std::optional<DirectAlignment> aligned;  // empty: not reported by the kernel; offset 0: no direct I/O
 };
 
 namespace {
 
-// linux/stat.h of older distributions lacks the direct-I/O fields, so the kernel's layout stands here: see
+// linux/stat.h of older distributions lacks the direct I/O fields, so the kernel's layout is repeated here: see
 // statx(2), STATX_DIOALIGN (Linux 6.1) and STATX_MNT_ID_UNIQUE (6.8).
 constexpr uint32_t statx_basic_mask = 0x7ff;
 constexpr uint32_t statx_dioalign_mask = 0x2000;
@@ -69,7 +69,7 @@ struct StatxWithDirectAlignment {
 static_assert(sizeof(StatxWithDirectAlignment) == 0x100);
 static_assert(offsetof(StatxWithDirectAlignment, memory_alignment) == 0x98);
 
-// cachestat(2), Linux 6.5; the number is the same on every architecture.
+// cachestat(2), Linux 6.5. The number is the same on every architecture.
 constexpr long cachestat_number = 451;
 struct CachestatRange {
   uint64_t offset;
@@ -79,13 +79,13 @@ struct Cachestat {
   uint64_t cached, dirty, writeback, evicted, recently_evicted;
 };
 
-// What to assume where the kernel does not tell (before 6.1, FUSE, NFS): no device asks for more than a page.
+// Assumed where the kernel does not report the alignment (before 6.1, FUSE, NFS). No device requires more than a page.
 constexpr uint32_t assumed_alignment = 4096;
 
-// XFS has no larger ones. What network file systems tell as f_bsize may be a megabyte and means something else.
+// XFS has no larger blocks. Network file systems may report a megabyte as f_bsize, where it has another meaning.
 constexpr int64_t max_file_system_block_nbytes = 64 << 10;
 
-// Of a mapping the kernel looks at each page by itself, some ten nanoseconds long.
+// mincore() on a mapping takes about ten nanoseconds for each page, so larger files are not checked as a whole.
 constexpr uint64_t max_quickly_shown_nbytes = uint64_t{256} << 20;
 
 std::atomic<size_t> descriptors_open{0};
@@ -97,8 +97,9 @@ int counted(int descriptor) {
   return descriptor;
 }
 
-// Returns 0 or the errno. Linux releases the descriptor whatever close returns, so it is never called again. EINTR says
-// that waiting was cut short and nothing about data: what is still cached is written later, as without a sync.
+// Close a descriptor and return 0 or the errno. Linux releases the descriptor whatever close(2) returns, so close(2) is
+// never called again. EINTR means that a wait for write-back was interrupted. It is not an error of the data, which the
+// kernel writes back later, as after any close without a sync.
 int close_counted(int descriptor) {
   if (descriptor < 0) return 0;
   const int error_number = ::close(descriptor) == 0 || errno == EINTR ? 0 : errno;
@@ -110,9 +111,10 @@ int open_retrying(const char* path, int flags, mode_t mode = 0) {
   return counted(uninterrupted([&] { return ::open(path, flags | O_CLOEXEC, mode); }));
 }
 
-// The same for a path. O_NONBLOCK keeps a FIFO from hanging the open. But it also refuses a file on which another
-// process has a lease (F_SETLEASE: Samba, NFS servers): the kernel has asked that back, and takes it away after
-// /proc/sys/fs/lease-break-time at the latest, so that it is worth waiting for. Only regular files have leases.
+// Open a path. O_NONBLOCK keeps a FIFO from blocking the open. It also makes the open fail (EWOULDBLOCK) for a file on
+// which another process has a lease (F_SETLEASE: Samba, NFS servers). The kernel has then asked the holder to release
+// the lease, and removes it after /proc/sys/fs/lease-break-time seconds at the latest, so a blocking open ends. Only
+// regular files have leases.
 int open_path(const char* path, int flags, mode_t mode = 0) {
   const int descriptor = open_retrying(path, flags | O_NONBLOCK, mode);
   if (descriptor >= 0 || errno != EWOULDBLOCK) return descriptor;
@@ -122,7 +124,7 @@ int open_path(const char* path, int flags, mode_t mode = 0) {
   return leased ? open_retrying(path, flags, mode) : descriptor;
 }
 
-// Nothing, and errno, where the file system cannot say.
+// Look up the properties of a file. Empty, with errno set, if the file system cannot answer.
 std::optional<Status> status_of(int descriptor) {
   StatxWithDirectAlignment told;
   std::memset(&told, 0, sizeof told);
@@ -139,7 +141,7 @@ std::optional<Status> status_of(int descriptor) {
     if (told.mask & statx_dioalign_mask) found.aligned = {told.memory_alignment, told.offset_alignment};
     return found;
   }
-  // A sandbox without statx, or a kernel before 4.11.
+  // statx is forbidden by a sandbox, or the kernel is older than 4.11.
   struct stat status;
   if (uninterrupted([&] { return ::fstat(descriptor, &status); }) != 0) return std::nullopt;
   return Status{.device = status.st_dev,
@@ -150,9 +152,10 @@ std::optional<Status> status_of(int descriptor) {
                 .user = status.st_uid};
 }
 
-// Names that Files of this process made and that are not durable yet, by file: whoever syncs the file next makes the
-// name last, whichever File made it. Where this is not known (a name that is being made right now, a forked child, more
-// names than fit) all are taken for new, which costs syncs of directories.
+// The files whose names in their directories were created by Files of this process and are not yet durable. The next
+// durable write to such a file, through any File, must make its name durable as well. If it is not known which files
+// these are (a name is being created at the moment, this is a forked child, there are more names than fit), all names
+// count as new, which costs additional syncs of directories.
 struct NamesMade {
   static constexpr size_t max_count = 4096;
 
@@ -164,7 +167,8 @@ struct NamesMade {
 
 NamesMade& names_made() { return of_this_process<NamesMade>(); }
 
-// One name on its way into NamesMade.
+// An open that may create a name: it is counted in NamesMade::being_made from begin() to end(), and made() adds the
+// file.
 class Making {
  public:
   Making() = default;
@@ -200,8 +204,8 @@ class Making {
   NamesMade* names_ = nullptr;
 };
 
-// Opens with O_CREAT. `making` has begun where that may have made the name; too often costs one sync of a directory.
-// What is known of the opened file is in `status`.
+// Open with O_CREAT. If the open may have created the name, `making` has begun; to begin it without need costs one sync
+// of a directory. `status` is set if the properties of the file were looked up.
 int open_creating(const char* path, int flags, mode_t mode, Making& making, std::optional<Status>& status) {
   if (flags & O_EXCL) {
     making.begin();
@@ -220,11 +224,12 @@ int open_creating(const char* path, int flags, mode_t mode, Making& making, std:
     const int fresh = open_path(path, flags | O_EXCL, mode);
     if (fresh >= 0 || errno != EEXIST) return fresh;
   }
-  // Truncated only now; or somebody else's, which O_CREAT may not open (fs.protected_regular); or made by another in
-  // this moment; or a symbolic link to nowhere; or an error, which has its usual errno this way.
+  // The call below is for these cases: the file must be truncated; or it belongs to another user, so an open with
+  // O_CREAT may fail (fs.protected_regular); or another process has created it meanwhile; or the path is a dangling
+  // symbolic link; or the open fails, and this call sets the usual errno.
   const int opened = open_path(path, flags, mode);
   const int opened_error = errno;
-  // While the first descriptor is open, nobody else can have its inode number.
+  // The first descriptor keeps the inode number in use, so equal numbers mean the same file.
   if (opened >= 0 && before) {
     status = status_of(opened);
     if (status && before->device == status->device && before->inode == status->inode) making.end();
@@ -236,7 +241,8 @@ int open_creating(const char* path, int flags, mode_t mode, Making& making, std:
 
 std::string link_of(int descriptor) { return "/proc/self/fd/" + std::to_string(descriptor); }
 
-// What the file is called, behind symbolic links; nothing, and errno, where /proc is missing or the name is too long.
+// The path of an open file with symbolic links resolved; empty, with errno set, if /proc is missing or the path is too
+// long.
 std::optional<std::string> linked_name(int descriptor) {
   std::array<char, 4096> name;
   const ssize_t length = ::readlink(link_of(descriptor).c_str(), name.data(), name.size());
@@ -268,7 +274,7 @@ constexpr uint32_t cifs_magic = 0xff534d42;
 constexpr uint32_t lustre_magic = 0x0bd00bd0;
 constexpr uint32_t gpfs_magic = 0x47504653;
 
-// What does not change as long as a file system is mounted.
+// Properties that do not change while a file system is mounted.
 struct Mounted {
   enum class Kind { memory, fuse, network, overlay, ext4, other } kind = Kind::other;
   uint32_t write_granularity = page_nbytes();
@@ -277,7 +283,7 @@ struct Mounted {
 Mounted ask_mounted(int descriptor) {
   Mounted found;
   struct statfs info;
-  if (::fstatfs(descriptor, &info) != 0) return found;  // then as little is assumed as can be
+  if (::fstatfs(descriptor, &info) != 0) return found;  // keep the safest assumptions
   switch (static_cast<uint32_t>(info.f_type)) {
     case TMPFS_MAGIC:
     case RAMFS_MAGIC:
@@ -303,7 +309,8 @@ Mounted ask_mounted(int descriptor) {
   return found;
 }
 
-// Mounts by the number that the kernel never gives twice: on a network file system asking is a message to the server.
+// The properties of mounts, by the unique number of the mount, which the kernel never reuses. They are cached because
+// on a network file system fstatfs costs a message to the server.
 struct Mounts {
   static constexpr size_t max_count = 64;
 
@@ -325,18 +332,19 @@ Mounted mounted(int descriptor, const Status& status) {
   return found;
 }
 
-// The space that a file of ext4 can still be given. There asking beforehand is worth it: ext4 keeps what it reserved
-// before it found the disk full (measured: all that was free), so that nobody could use it. XFS reserves all of up to 8
-// GiB or nothing, and may find more than it tells.
+// The space that a file on ext4 can still get. It is checked before space is reserved, because if ext4 finds the disk
+// full while it reserves, the file keeps what was reserved until then (measured: all free space), and no other file
+// could use it. XFS is not checked: it reserves all or nothing up to 8 GiB, and may find more space than it reports as
+// free.
 std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   struct statfs info;
   if (::fstatfs(descriptor, &info) != 0) return std::nullopt;
-  // Root may use blocks kept for it, but not the last 2 %, at most 4,096 blocks, that ext4 keeps for metadata.
+  // Root may use the reserved blocks, but not the last 2 %, at most 4,096 blocks, that ext4 keeps for metadata.
   const uint64_t kept = std::min<uint64_t>(info.f_blocks / 50, 4096);
   const uint64_t for_root = info.f_bfree - std::min<uint64_t>(kept, info.f_bfree);
   const uint64_t blocks = ::geteuid() == 0 ? std::max<uint64_t>(for_root, info.f_bavail) : info.f_bavail;
-  // Blocks beyond its end that the file has already; asked after, so that what another thread reserves for it between
-  // the two calls is counted twice rather than not at all.
+  // The blocks beyond its end that the file already has are added. They are looked up after the free space, so blocks
+  // that another thread reserves between the two calls are counted twice rather than not at all.
   struct stat status;
   if (::fstat(descriptor, &status) != 0) return std::nullopt;
   const uint64_t held = static_cast<uint64_t>(status.st_blocks) * 512;
@@ -347,13 +355,13 @@ std::optional<uint64_t> obtainable_nbytes(int descriptor) {
 std::string told_room(int failed, const struct statfs& info) {
   if (failed != 0) return "";
   if (info.f_files > 0 && info.f_ffree == 0) {
-    return "none of the file system's " + std::to_string(info.f_files) + " inodes is free";
+    return "all " + std::to_string(info.f_files) + " inodes of the file system are in use";
   }
   const uint64_t blocks = ::geteuid() == 0 ? info.f_bfree : info.f_bavail;
   return std::to_string(blocks * static_cast<uint64_t>(info.f_bsize)) + " bytes are free";
 }
 
-// How many pages of a range are in memory, as a mapping of it shows; nothing where it cannot be mapped.
+// The number of cached pages of a range, found with mincore() on a mapping; empty if the range cannot be mapped.
 std::optional<uint64_t> pages_shown(int descriptor, uint64_t offset, uint64_t nbytes) {
   void* const memory =
       ::mmap(nullptr, nbytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, descriptor, static_cast<off_t>(offset));
@@ -370,7 +378,7 @@ std::optional<uint64_t> pages_shown(int descriptor, uint64_t offset, uint64_t nb
     const auto end = pages.begin() + static_cast<ptrdiff_t>((part_nbytes + page_nbytes() - 1) / page_nbytes());
     *found += static_cast<uint64_t>(std::count_if(pages.begin(), end, [](unsigned char page) { return page & 1; }));
   }
-  (void)::munmap(memory, nbytes);  // it can only fail for arguments that are wrong
+  (void)::munmap(memory, nbytes);  // fails only for wrong arguments
   return found;
 }
 
@@ -397,6 +405,7 @@ File::File(std::string path, int descriptor, bool readable, bool writable)
 File::Lease File::lease() {
   uint64_t present = leases_.load(std::memory_order_relaxed);
   do {
+    // The retired bit and the count share one word, so no lease can be added after retire() has set the bit.
     if (present & retired_bit) return {};
   } while (!leases_.compare_exchange_weak(present, present + 1, std::memory_order_acq_rel));
   return Lease(shared_from_this());
@@ -407,7 +416,8 @@ bool File::retire(std::chrono::milliseconds timeout) {
   leases_.fetch_or(retired_bit, std::memory_order_acq_rel);
   while (leases_.load(std::memory_order_acquire) != retired_bit) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(200));  // hardly ever: who closes has waited for transfers
+    // Polling suffices because there is hardly ever a lease to wait for: programs close a file after its transfers.
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   return true;
 }
@@ -421,7 +431,7 @@ std::optional<Fault> File::close() {
     files_of_requests.fetch_sub(1, std::memory_order_relaxed);
     files_given_back.fetch_add(1, std::memory_order_relaxed);
   }
-  // What was read has been checked already; a failure to let go of the file takes nothing from it.
+  // A failed close of a read-only file is ignored: nothing was written, and the results of the reads were checked.
   if (error_number == 0 || !writable_) return std::nullopt;
   return fault("close", error_number);
 }
@@ -442,7 +452,7 @@ std::optional<Fault> File::check_end(uint64_t end) const {
   struct rlimit limit;
   if (!regular_ || ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || end <= limit.rlim_cur) return std::nullopt;
   Fault refused = fault("reserve space", EFBIG);
-  refused.hint = "the limit of files' sizes (ulimit -f) is " + std::to_string(limit.rlim_cur) + " bytes";
+  refused.hint = "the file size limit (ulimit -f) is " + std::to_string(limit.rlim_cur) + " bytes";
   return refused;
 }
 
@@ -469,11 +479,12 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
   file->replaced_ = options.replaced;
   if (options.for_request) file->give_to_request();
-  // What has been opened may have been made by that, so that nobody could open it again in the same way.
+  // From here on EINTR must not be returned: the open may have created the file, and a second open (with O_EXCL) would
+  // fail.
   const InterruptionsReturned by_nobody(false);
   if (!status) status = status_of(descriptor);
   auto refused = status ? file->enable_direct(options.direct, *status, 0) : file->fault("statx", errno);
-  if (making) making.made(file->identity_);  // the name is there either way
+  if (making) making.made(file->identity_);  // the name exists even if the file is refused
   if (refused) return *refused;
   return file;
 }
@@ -484,7 +495,7 @@ std::shared_ptr<File> File::of_source(std::string path, uint64_t nbytes, uint64_
   file->source_ = std::move(source);
   file->opened_size_ = nbytes;
   file->file_system_ = device;
-  // No page cache has any of it.
+  // The page cache holds nothing of a file with a source, so the plan must not go through it.
   file->direct_ = true;
   file->mode_ = DirectMode::always;
   return file;
@@ -505,7 +516,8 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
   }
   std::string path = name_of(descriptor);
   int kept_flags = 0;
-  // A description of our own: the caller's flags (O_APPEND would ignore our offsets) and position stay theirs.
+  // Open a separate open file description, so the caller's flags (O_APPEND would ignore our offsets) and file position
+  // are unaffected.
   int own = open_retrying(link_of(descriptor).c_str(), access | O_NOCTTY | O_NONBLOCK);
   if (own < 0) {
     const int reopen_error = errno;
@@ -536,7 +548,7 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
   regular_ = S_ISREG(status.mode);
   file_system_ = status.device;
   opened_size_ = status.size;
-  // A device may have several nodes.
+  // A block device may have several device nodes.
   identity_ =
       S_ISBLK(status.mode) ? FileIdentity{status.own_device, UINT64_MAX} : FileIdentity{status.device, status.inode};
   if (!regular_ && !S_ISBLK(status.mode)) {
@@ -554,7 +566,8 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
   keeps_failed_reservations_ = file_system.kind == Mounted::Kind::ext4;
   write_granularity_ = file_system.write_granularity;
 
-  // Flags are set in one call: O_NONBLOCK has served, and io_uring would take it for "fail rather than wait".
+  // All flags are set in one call. O_NONBLOCK has served its purpose, and io_uring would fail with EAGAIN where it
+  // should wait.
   const auto set_flags = [&](int flags) { return ::fcntl(descriptor(), F_SETFL, (kept_flags & ~O_NONBLOCK) | flags); };
   const auto through_cache = [&]() -> std::optional<Fault> {
     if (kept_flags != 0 && !(kept_flags & O_NONBLOCK)) return std::nullopt;
@@ -567,19 +580,19 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
     return refused;
   };
   if (mode == DirectMode::never) return through_cache();
-  // Memory file systems may accept O_DIRECT and then copy all the same; their page cache *is* the file.
+  // Memory file systems may accept O_DIRECT and copy nevertheless; their page cache is the file.
   if (in_memory_) {
-    return unsupported("the file system lives in memory: use direct=\"auto\" or False");
+    return unsupported("the file system is in memory: use direct=\"auto\" or False");
   }
   if (status.aligned && status.aligned->offset == 0) {
-    return unsupported("the file system has no direct I/O for this file: use direct=\"auto\" or False");
+    return unsupported("the file system does not support direct I/O for this file: use direct=\"auto\" or False");
   }
-  // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so that it
-  // could not be resumed. Short reads are short there, too.
+  // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so the write
+  // could not be resumed. Reads do not have this problem: a short one is reported as short.
   if (!status.aligned && fuse_ && writable_ && mode == DirectMode::automatic) return through_cache();
   if (set_flags(O_DIRECT) != 0) {
     if (errno != EINVAL) return fault("fcntl", errno);
-    return unsupported("the file system does not take O_DIRECT: use direct=\"auto\" or False");
+    return unsupported("the file system does not support O_DIRECT: use direct=\"auto\" or False");
   }
   direct_ = true;
   alignment_ = status.aligned.value_or(DirectAlignment{assumed_alignment, assumed_alignment});
@@ -597,17 +610,17 @@ Result<int> File::buffered_descriptor() {
   const int opened = open_retrying(link_of(own).c_str(), access);
   if (opened < 0) {
     const int error_number = errno;
-    // Without /proc there is no second way to this very file. The first one is turned into one through the page cache:
-    // it takes what was meant for direct I/O as well.
+    // Without /proc this file cannot be opened a second time. Its only descriptor is switched to the page cache. It
+    // also serves the blocks that were planned for direct I/O, since the page cache has no alignment rules.
     const int flags = error_number == ENOENT && mode_ == DirectMode::automatic ? ::fcntl(own, F_GETFL) : -1;
     if (flags >= 0 && ::fcntl(own, F_SETFL, flags & ~O_DIRECT) == 0) return own;
     Fault refused = fault("open without O_DIRECT", error_number);
-    if (error_number == ENOENT) refused.hint = "/proc is not mounted, and direct=\"auto\" would do without it";
+    if (error_number == ENOENT) refused.hint = "/proc is not mounted: use direct=\"auto\", which works without it";
     return refused;
   }
-  // No lock, since a child of fork() may meet it half-way.
+  // No lock is used here, because a child that is forked meanwhile would find it locked.
   if (buffered_.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
-  (void)close_counted(opened);  // another thread was faster; nothing was written through this one
+  (void)close_counted(opened);  // another thread was faster; nothing was written through this descriptor
   return present;
 }
 
@@ -637,7 +650,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     found.expected = end - begin;
     return found;
   };
-  // The kernel lets blocks be reserved beyond this limit, and writes fail there.
+  // The kernel reserves blocks beyond this limit, but fails writes there.
   if (auto refused = check_end(end)) return at_begin(std::move(*refused));
   const auto obtainable = keeps_failed_reservations_ ? obtainable_nbytes(descriptor()) : std::nullopt;
   if (obtainable && end - begin > *obtainable) {
@@ -645,16 +658,17 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     refused.hint = std::to_string(*obtainable) + " bytes are free";
     return refused;
   }
-  // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
+  // Reserve the blocks first and set the size afterwards: if space is refused, the file must not look longer than its
+  // data.
   if (fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
-    // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
-    // writes without.
+    // Only a lack of space is a refusal. File systems that do not support fallocate return various errors; their writes
+    // proceed without a reservation.
     if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG && errno != EINTR) return std::nullopt;
-    // What was reserved until then (a quota, a race for the last blocks) stays beyond the file's end, for its next
-    // writer: nothing can give it back without a risk for what another process writes there in this moment.
+    // Space that was reserved so far (a quota, a race for the last blocks) stays beyond the end of the file, for its
+    // next writer. Releasing it could destroy data that another process writes there at this moment.
     return at_begin(fault("reserve space", errno));
   }
-  // The blocks are there; if the size cannot be set now, the writes will set it.
+  // The blocks are reserved; if the size cannot be set now, the writes will set it.
   if (!keep_size && fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
     return at_begin(fault("reserve space", EINTR));
   }
@@ -680,24 +694,26 @@ std::optional<Fault> File::end_at(uint64_t size) {
 }
 
 std::optional<Fault> File::sync() {
-  // One after the other: who comes second is not to succeed because the first took the error with it. A sync that
-  // begins from here on keeps what this one is to keep.
+  // Syncs run one after the other: the kernel reports a failed write-back only once, and a concurrent second sync would
+  // succeed although data was lost. A sync that begins after this point makes this caller's data durable, too.
   const uint64_t begun = syncs_begun_.load(std::memory_order_acquire);
   std::lock_guard lock(sync_mutex_);
   if (sync_error_ != 0) {
     Fault failed = fault("fdatasync", sync_error_);
-    // EINVAL: most often the file system has no syncs.
+    // EINVAL usually means that the file system does not support fsync.
     if (sync_error_ != EINVAL) {
-      failed.hint = "of an earlier sync: what it was to keep must be written again, to a file that is opened anew";
+      failed.hint = "an earlier sync failed: reopen the file and write the data again";
     }
     return failed;
   }
-  if (syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;  // and it has ended
+  // Another thread's sync began after this call did and has ended, so it has made this caller's data durable.
+  if (syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;
   syncs_begun_.fetch_add(1, std::memory_order_acq_rel);
   const int result = uninterrupted([&] { return ::fdatasync(descriptor_); });
   if (result == 0) return std::nullopt;
   if (errno == EINTR) {
-    // It says nothing about data. Who waits for this sync, which was none, makes one.
+    // An interruption is not an error of the data. Callers that waited for this sync must run their own, so it does not
+    // count.
     syncs_begun_.fetch_sub(1, std::memory_order_acq_rel);
     return fault("fdatasync", EINTR);
   }
@@ -720,7 +736,7 @@ void File::name_durable() {
 }
 
 Result<std::string> File::directory() const {
-  // The name behind symbolic links is what must last.
+  // If the path leads through symbolic links, the name at their end is the one that must be durable.
   auto name = linked_name(descriptor());
   const int error_number = errno;
   if (!name && descriptor() >= 0) name = resolved_name();  // no /proc
@@ -729,7 +745,7 @@ Result<std::string> File::directory() const {
   return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
 }
 
-// Where the path leads now, if that is this file.
+// The path with symbolic links resolved, if it still leads to this file.
 std::optional<std::string> File::resolved_name() const {
   const std::unique_ptr<char, void (*)(void*)> resolved(::realpath(path_.c_str(), nullptr), &::free);
   struct stat status;
@@ -744,13 +760,13 @@ std::optional<Fault> sync_directory(const std::string& directory, int descriptor
     return Fault{.error_number = errno, .operation = operation, .path = path};
   };
   const int opened = open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY);
-  // A directory may be written but not read (mode 0333), or have moved. All of the file system is then synced, by the
-  // file's own descriptor: slow, but what was asked for.
+  // A directory may be writable but not readable (mode 0333), or may have been moved. Then the whole file system is
+  // synced, through the file's descriptor: slow, but it makes the name durable.
   if (opened < 0) return synced("syncfs", ::syncfs, descriptor);
   auto fault = synced("fsync of the directory", ::fsync, opened);
   if (fault && (fault->error_number == EINVAL || fault->error_number == ENOSYS || fault->error_number == EOPNOTSUPP ||
                 fault->error_number == EBADF)) {
-    fault.reset();  // this file system has none
+    fault.reset();  // this file system does not support fsync of directories
   }
   const int close_error = close_counted(opened);
   if (!fault && close_error != 0) {
@@ -785,7 +801,8 @@ std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes)
   return Residency{counts.cached, last - first + 1};
 }
 
-// A stacked file system's own cache is empty: the pages are those of the file below, which only a mapping shows.
+// The residency of a file on an overlay file system. The cached pages belong to the underlying file of a layer, so
+// cachestat() counts none for the overlay's own file. Only mincore() on a mapping shows them.
 std::optional<File::Residency> File::residency_below(uint64_t begin, uint64_t end) const {
   const uint64_t page = page_nbytes();
   const uint64_t total = (end - begin) / page;
@@ -793,8 +810,9 @@ std::optional<File::Residency> File::residency_below(uint64_t begin, uint64_t en
   const auto found = pages_shown(descriptor(), begin, end - begin);
   if (!found) return std::nullopt;
   if (*found == total && shown_.load(std::memory_order_relaxed) == Shown::perhaps) {
-    // Who neither owns the file nor may write to it is told that all pages are there (mincore(2)), even those behind
-    // it.
+    // For a caller that neither owns the file nor may write to it, mincore(2) reports all pages as resident, even a
+    // page behind the end of the file. So if that page is reported as resident, mincore() is not used for this file
+    // again.
     const auto size = this->size();
     const uint64_t behind = size && *size ? (**size + page - 1) / page * page : 0;
     shown_.store(behind > 0 && pages_shown(descriptor(), behind, page) == 0 ? Shown::always : Shown::never);

@@ -1,8 +1,8 @@
-// One open file: its descriptors (direct and buffered), its alignment rules, its size and its durability.
+// One open file: its descriptors (direct and buffered), alignment rules, size and durability.
 //
-// A File opens one descriptor and switches it to O_DIRECT where the file system takes that; a second, buffered
-// one is opened through /proc only when something needs it (ragged edges of a write, cached parts of a read),
-// so that thousands of plain requests hold one descriptor each.
+// A File opens one descriptor and switches it to O_DIRECT where the file system supports that. A second, buffered
+// descriptor is opened through /proc only when something needs it (ragged edges of a write, cached parts of a read).
+// Thousands of plain requests therefore hold one descriptor each.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ uint32_t page_nbytes();
 
 enum class DirectMode { automatic, always, never };
 
-// What direct I/O asks of memory addresses and of file offsets and lengths, in bytes.
+// The multiples that direct I/O requires of memory addresses and of file offsets and lengths, in bytes.
 struct DirectAlignment {
   uint32_t memory = 1;
   uint32_t offset = 1;
@@ -38,38 +38,40 @@ struct OpenOptions {
   bool create = false;
   bool exclusive = false;
   bool truncate = false;
-  bool replaced = false;     // by one request: see File::replaced()
-  bool for_request = false;  // which closes it: see File::of_requests()
+  bool replaced = false;     // one request writes the whole file: see File::replaced()
+  bool for_request = false;  // one request owns the file and closes it: see File::of_requests()
   DirectMode direct = DirectMode::automatic;
 };
 
-struct Status;  // what is asked of a file as it is opened
+struct Status;  // the properties of a file that open() looks up
 
-// Which file it is, whatever it is called: file system and inode; of a block device its number.
+// Identifies a file independently of its path: st_dev and inode; for a block device, its device number and UINT64_MAX.
 using FileIdentity = std::pair<uint64_t, uint64_t>;
 
 class File : public std::enable_shared_from_this<File> {
  public:
   static Result<std::shared_ptr<File>> open(const std::string& path, const OpenOptions& options);
 
-  // A descriptor of the caller's; it is reopened (or duplicated), so the caller may close theirs at once.
+  // Create a File from the caller's descriptor. The descriptor is reopened (or duplicated), so the caller may close it
+  // at once.
   static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct,
                                                        bool for_request = false);
 
-  // To be read by a source, by engines with threads only: it has no descriptor. `device` stands for what it waits for.
+  // A file without a descriptor, whose bytes `source` reads. Only engines with threads can read it. `device` is the
+  // number that device() returns, which selects the lane.
   static std::shared_ptr<File> of_source(std::string path, uint64_t nbytes, uint64_t device,
                                          std::shared_ptr<Source> source);
 
-  ~File() { (void)close(); }  // nobody is left to be told
+  ~File() { (void)close(); }  // there is no caller left to report a failure to
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
-  // Closes all descriptors now; nothing may be in flight. NFS, FUSE and quotas may tell only here that written data
-  // could not be kept: the first failure of a descriptor that is open for writing. Later calls do nothing; afterwards
-  // descriptor() is -1 and all that needs one fails with EBADF.
+  // Close all descriptors now; nothing may be in flight. NFS, FUSE and quotas may report only here that written data
+  // could not be stored, so close() returns the first failure of a file that is open for writing. After close(),
+  // descriptor() is -1, every operation that needs a descriptor fails with EBADF, and further calls do nothing.
   std::optional<Fault> close();
 
-  // As long as there is one, the descriptors stay open, unless close() is called all the same.
+  // A reference to a File that keeps its descriptors open. retire() waits for leases; close() does not.
   class Lease {
    public:
     Lease() = default;
@@ -83,7 +85,7 @@ class File : public std::enable_shared_from_this<File> {
     }
     explicit operator bool() const { return file_ != nullptr; }
 
-    // Whether the file goes, and its descriptors are closed, with this.
+    // Whether this lease is the last reference to the file, so releasing it closes the descriptors.
     bool is_all_that_is_left() const { return file_.use_count() == 1; }
 
    private:
@@ -92,122 +94,131 @@ class File : public std::enable_shared_from_this<File> {
     std::shared_ptr<File> file_;
   };
 
-  // Empty once the file is retired.
+  // Return a lease, which is empty once retire() was called.
   Lease lease();
 
-  // No more leases; waits for the end of those there are, and returns whether there are none.
+  // Refuse further leases and wait for the existing ones to end. Returns false if some are left after the timeout.
   bool retire(std::chrono::milliseconds timeout);
 
   const std::string& path() const { return path_; }
   bool direct() const { return direct_; }
-  bool in_memory() const { return in_memory_; }  // a file system without a drive: tmpfs, say
+  bool in_memory() const { return in_memory_; }  // the file is on a file system without a drive, such as tmpfs
   DirectMode direct_mode() const { return mode_; }
-  // Of a file on the network or FUSE, which is read as the first reads of its mount went; null for others.
+  // The results of the first reads of the file's mount (first_reads.h); null if it is not a network file system or
+  // FUSE.
   FirstReads* first_reads() const { return first_reads_.get(); }
-  // Linux takes FUSE for one that never waits in a submission, since it can be polled, but it may for each request. And
-  // what io_uring reads or writes short there, directly, it goes on with at the same offset (fuse_direct_IO leaves
-  // ki_pos as it was; seen with Linux 6.18 where the server has not asked for FUSE_ASYNC_DIO). So threads move blocks
-  // there.
+  // Whether the file is on FUSE. All blocks of such a file must be moved by threads (an engine's, or helpers). io_uring
+  // assumes that a FUSE file never blocks in a submission, because the file can be polled; in fact each request may
+  // block. Also, io_uring resumes a short direct read or write of such a file at the same offset, since fuse_direct_IO
+  // leaves ki_pos unchanged (seen with Linux 6.18 where the server has not asked for FUSE_ASYNC_DIO).
   bool on_fuse() const { return fuse_; }
-  bool regular() const { return regular_; }  // else a device
+  bool regular() const { return regular_; }  // false: a block device
   Source* source() const { return source_.get(); }
   bool readable() const { return readable_; }
   bool writable() const { return writable_; }
   DirectAlignment alignment() const { return alignment_; }
   int descriptor() const { return descriptor_.load(std::memory_order_relaxed); }
   const FileIdentity& identity() const { return identity_; }
-  uint64_t file_system() const { return file_system_; }  // its number, st_dev
+  uint64_t file_system() const { return file_system_; }  // st_dev
 
-  // What a transfer waits for: the device that the file system is on, as far as its number tells; of a block device its
-  // own; 0 for files in memory, which wait for none.
+  // The device that transfers of this file wait for: st_dev of the file system, the device number of a block device, or
+  // 0 for files in memory, which wait for no device.
   uint64_t device() const { return in_memory_ ? 0 : regular_ ? file_system_ : identity_.first; }
 
-  // Whether a request that has written to it ends it behind the last byte written. Only files have such an end.
+  // Whether a request that writes the file truncates the file behind the last byte written, even without the request's
+  // `truncate`. Set by OpenOptions::replaced, for regular files only, since devices cannot be truncated.
   bool replaced() const { return replaced_ && regular_; }
 
-  // The descriptor whose I/O goes through the page cache.
+  // The descriptor for I/O through the page cache.
   Result<int> buffered_descriptor();
 
-  // What writes through the page cache and past it must not share: pages, and blocks of the file system where these
-  // are larger (XFS with 16 KiB blocks). There the cache reads and writes back whole blocks, over what was written past
-  // it meanwhile. A power of two.
+  // A power of two. If the file is divided into units of this size, no unit may be written both through the page cache
+  // and directly, because the page cache reads and writes back whole units, which would overwrite bytes that a direct
+  // write has stored meanwhile. A unit is a page, or the file system's block where that is larger (XFS with 16 KiB
+  // blocks).
   uint32_t write_granularity() const { return write_granularity_; }
 
-  // Size in bytes; nothing where a size means nothing (a character device).
+  // The size in bytes.
   Result<std::optional<uint64_t>> size() const;
 
-  // The same of a file that was opened for one request: as it was then. That is no longer ago than the request.
+  // The size by which a read is checked. For a file that was opened for one request, this is its size at open, which
+  // saves a system call and is no older than the request.
   Result<std::optional<uint64_t>> size_for_reading() const {
     return regular_ && of_request_.load(std::memory_order_relaxed) ? std::optional(opened_size_) : size();
   }
 
-  // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
-  // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
-  // File systems without fallocate are left alone. A refusal leaves the size as it was, and never shortens the file.
-  // With `keep_size` it is left as it was in any case.
+  // Reserve blocks for the part of [offset, offset + nbytes) that is beyond the file's present end, and extend the size
+  // to cover the range; with `keep_size`, only reserve. Direct writes then do not extend the file (ext4 and XFS
+  // serialize writes that do), and a full disk is found before the first write. If the file system does not support
+  // fallocate, this does nothing. If space is refused, the size stays as it was.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
 
-  // Refuses what the limit of files' sizes (RLIMIT_FSIZE) does not allow to be written.
+  // Return a fault if the file size limit (RLIMIT_FSIZE) does not allow a write up to the offset `end`.
   std::optional<Fault> check_end(uint64_t end) const;
 
-  // How much the file system has left, for messages.
+  // The free space of the file system, as text for messages.
   std::string room() const;
 
-  // Gives the blocks of a range back to the file system; the size stays, and the range reads as zeros.
+  // Return the blocks of a range to the file system. The size stays, and the range reads as zeros.
   std::optional<Fault> punch(uint64_t offset, uint64_t nbytes);
 
   std::optional<Fault> truncate(uint64_t size);
-  std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
+  std::optional<Fault> end_at(uint64_t size);  // like truncate(), but leaves a file alone that has this size already
 
-  // Makes durable what was written before. Once that failed it fails for ever: the kernel tells of it once for each
-  // open file (errseq_t in the kernel's docs), and the next fdatasync succeeds although what was written is lost. Not
-  // for a forked child, which shares the open file and would take the error away from its parent.
+  // Make earlier writes durable. After a failure every later call fails, too: the kernel reports a lost write-back once
+  // for each open file description (errseq_t in the kernel's documentation), and the next fdatasync would succeed
+  // although the data is lost. A forked child must not call sync(): the child shares the open file description, so the
+  // kernel would report the error to the child and not to the parent.
   std::optional<Fault> sync();
   uint64_t fork_generation() const { return fork_generation_; }
 
-  // Whether a File of this process made the file's name (or may have), and nobody called name_durable() since:
-  // sync_directory() is then what a durable write needs besides sync().
+  // Whether a File of this process has created the file's name in its directory, or may have, and name_durable() was
+  // not called since. A durable write then needs sync_directory() in addition to sync(), and name_durable() after it.
   bool name_made() const;
   void name_durable();
 
-  // The directory that holds the file's name, behind symbolic links.
+  // The directory that holds the file's name, with symbolic links resolved.
   Result<std::string> directory() const;
 
-  // What cuFile knows it by; null where cuFile does not take it. Registered at first use, until the file is closed.
+  // cuFile's handle of the file; null if cuFile does not support the file. The file is registered with cuFile at first
+  // use, and deregistered when it is closed.
   cufile::Handle cufile_handle();
 
-  // How much of [offset, offset + nbytes) the page cache holds: pages cached and pages in all. Nothing where
-  // the kernel cannot tell (cachestat(2), Linux 6.5; for overlay mincore(2), for who owns the file or may write to it).
+  // How many of the pages of [offset, offset + nbytes) are in the page cache. Empty where the kernel cannot report it:
+  // cachestat(2) needs Linux 6.5; for files on overlay, mincore(2) is used, which needs a caller that owns the file or
+  // may write to it.
   struct Residency {
     uint64_t cached_pages;
     uint64_t total_pages;
   };
   std::optional<Residency> residency(uint64_t offset, uint64_t nbytes) const;
 
-  // What many transfers of one submission would each ask the kernel for.
+  // State of the file that all transfers of one submission need. It is looked up once for all of them.
   struct Snapshot {
     std::optional<uint64_t> size;
-    bool nothing_cached = false;
+    bool nothing_cached = false;  // false: some pages may be in the page cache
   };
   Result<Snapshot> snapshot() const;
 
-  // Descriptors held by all Files of the process.
+  // The number of descriptors that all Files of the process hold.
   static size_t open_descriptors();
 
-  // Files that were opened for one request each: how many are open, and how many have been closed so far. Who lacks a
-  // descriptor may wait for one of these, and for no other.
+  // The files that were opened for one request each. A caller that runs out of descriptors may wait until one of them
+  // is closed, because their requests close them; other files may stay open forever.
   struct OfRequests {
-    size_t open;
-    uint64_t given_back;
+    size_t open;          // how many of them are open
+    uint64_t given_back;  // how many of them have been closed so far
   };
   static OfRequests of_requests();
 
  private:
   File(std::string path, int descriptor, bool readable, bool writable);
-  // `kept_flags`: of a description that is shared with others; 0: it is the file's own.
+  // Set the properties of the file from `status`, and switch the descriptor to O_DIRECT as `mode` says. `kept_flags`
+  // are the status flags that must be kept because the caller shares the open file description; 0 if the description is
+  // ours.
   std::optional<Fault> enable_direct(DirectMode mode, const Status& status, int kept_flags);
-  void give_to_request();
-  // Whether one request has opened the file, when it had this end already.
+  void give_to_request();  // mark the file as opened for one request
+  // Whether the file was opened for one request and had at least `end` bytes at that time.
   bool was_opened_with(uint64_t end) const {
     return of_request_.load(std::memory_order_relaxed) && end <= opened_size_;
   }
@@ -216,7 +227,7 @@ class File : public std::enable_shared_from_this<File> {
   std::optional<std::string> resolved_name() const;
 
   static constexpr uint64_t retired_bit = uint64_t{1} << 63;
-  std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more
+  std::atomic<uint64_t> leases_{0};  // the number of leases, and retired_bit after retire()
 
   std::string path_;
   std::shared_ptr<Source> source_;
@@ -227,33 +238,34 @@ class File : public std::enable_shared_from_this<File> {
   DirectMode mode_ = DirectMode::automatic;
   bool regular_ = true;
   bool in_memory_ = false;
-  bool stacked_ = false;
+  bool stacked_ = false;  // on an overlay file system
   bool fuse_ = false;
   std::shared_ptr<FirstReads> first_reads_;
-  // Whether a mapping shows which pages are in memory.
+  // Whether mincore() on a mapping shows which pages are cached; `perhaps` until this is known.
   enum class Shown { perhaps, always, never };
   mutable std::atomic<Shown> shown_{Shown::perhaps};
   bool replaced_ = false;
   FileIdentity identity_;
   uint64_t file_system_ = 0;
-  uint64_t opened_size_ = 0;  // for good, if it has a source
+  uint64_t opened_size_ = 0;  // never changes if the file has a source
   uint32_t write_granularity_ = 1;
-  bool keeps_failed_reservations_ = false;
+  bool keeps_failed_reservations_ = false;  // on ext4, where a failed fallocate keeps the blocks that it got
   std::atomic<bool> of_request_{false};
   DirectAlignment alignment_;
   const uint64_t fork_generation_ = tensorferry::fork_generation();
   std::mutex sync_mutex_;
   std::atomic<uint64_t> syncs_begun_{0};
-  int sync_error_ = 0;  // of the first sync that failed
+  int sync_error_ = 0;  // errno of the first sync that failed
   std::atomic<bool> name_durable_{false};
-  std::atomic<int> buffered_{-1};
-  std::mutex cufile_mutex_;  // for registering only, which a forked child never does
+  std::atomic<int> buffered_{-1};  // the second descriptor, without O_DIRECT; -1 until it is opened
+  std::mutex cufile_mutex_;        // serializes registration, which a forked child never does
   std::atomic<cufile::Handle> cufile_{nullptr};
   bool refused_by_cufile_ = false;
 };
 
-// Makes the names in `directory` durable; `descriptor` is of a file in it. File systems without fsync of directories
-// have nothing that it could add. `path` is for messages.
+// Make the names in `directory` durable by an fsync of the directory. If the directory cannot be opened, the whole file
+// system of the file `descriptor`, a file in the directory, is synced instead. File systems that do not support fsync
+// of directories count as synced. `path` is for messages.
 std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path);
 
 }  // namespace tensorferry

@@ -7,10 +7,12 @@
 namespace tensorferry {
 namespace {
 
-constexpr uint32_t compared_count = 8;  // blocks of each way
+constexpr uint32_t compared_count = 8;  // blocks of the trial for each of the two ways
 
-// The page cache copies once more and takes memory of others. And the kernel reads ahead, two requests of a block at a
-// time where a server takes one direct one: that seems faster, but many blocks are so at once either way.
+// The page cache is chosen only if its reads take less than this share of the time that direct reads take, because it
+// copies the data once more and uses memory that others may need. Also, the kernel's read-ahead sends two requests at a
+// time for a block, where a direct read sends one. A single block looks faster that way, but a transfer has many blocks
+// in flight in any case.
 constexpr double max_share_of_direct = 0.5;
 
 struct FirstReadsOfAll {

@@ -10,12 +10,12 @@ constexpr size_t huge_nbytes = size_t{2} << 20;
 
 size_t rounded_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Puts one piece in the place of reserved addresses; the error number, or 0.
+// Map one piece over reserved addresses. Returns 0 or the errno.
 int map_piece(const Mapping::Piece& piece, char* at) {
   constexpr int flags = MAP_PRIVATE | MAP_FIXED;
   if (!piece.file) {
     if (::mmap(at, piece.nbytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) return errno;
-    // Advice: a kernel without huge pages says EINVAL, and ordinary pages serve.
+    // The return value does not matter: a kernel without huge pages returns EINVAL, and ordinary pages serve.
     if (piece.nbytes >= huge_nbytes) (void)::madvise(at, piece.nbytes, MADV_HUGEPAGE);
     return 0;
   }
@@ -26,12 +26,13 @@ int map_piece(const Mapping::Piece& piece, char* at) {
   return mapped == MAP_FAILED ? errno : 0;
 }
 
-// How far behind a huge page's begin the first byte is to lie: a cache maps its huge pages whole only where file and
-// addresses are alike in it (Linux, filemap_map_pmd).
+// The address that the mapping's first byte must have, modulo 2 MiB. The kernel maps a huge page of the page cache as a
+// whole only where the file offset and the address agree modulo its size (Linux, filemap_map_pmd).
 size_t into_huge_page(const std::vector<Mapping::Piece>& pieces) {
   uint64_t before = 0;
   for (const Mapping::Piece& piece : pieces) {
-    if (piece.file) return (piece.offset - before) % huge_nbytes;  // also where it wraps around: a power of two
+    // A wrapped difference is correct here, because huge_nbytes is a power of two.
+    if (piece.file) return (piece.offset - before) % huge_nbytes;
     before += piece.nbytes;
   }
   return 0;
@@ -49,11 +50,11 @@ Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& piece
                  .expected = expected};
   };
   for (const Piece& piece : pieces) {
-    if (piece.offset % page_nbytes() != 0) return refused(piece, EINVAL, piece.nbytes);  // as mmap says
+    if (piece.offset % page_nbytes() != 0) return refused(piece, EINVAL, piece.nbytes);  // as mmap does
     if (__builtin_add_overflow(nbytes, piece.nbytes, &nbytes)) return refused(piece, ENOMEM, piece.nbytes);
   }
   if (nbytes > SIZE_MAX / 2) return refused(pieces.front(), ENOMEM, nbytes);
-  // The addresses first: the pieces then replace parts of what is ours already.
+  // Reserve the addresses first. MAP_FIXED then replaces only parts of this reservation.
   const size_t used = rounded_up(nbytes, page_nbytes());
   const size_t granule = nbytes >= huge_nbytes ? huge_nbytes : page_nbytes();
   const size_t into = into_huge_page(pieces) % granule;
@@ -62,7 +63,7 @@ Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& piece
   if (reserved == MAP_FAILED) return refused(pieces.front(), errno, nbytes);
   char* begin = static_cast<char*>(reserved);
   char* data = reinterpret_cast<char*>(rounded_up(reinterpret_cast<uintptr_t>(reserved) - into, granule) + into);
-  // It can only fail for want of memory for one mapping more, and then nothing but addresses is lost.
+  // munmap fails only if the kernel lacks memory to split the mapping; the addresses then stay reserved.
   if (data > begin) (void)::munmap(begin, static_cast<size_t>(data - begin));
   char* const end = begin + reserved_nbytes;
   if (data + used < end) (void)::munmap(data + used, static_cast<size_t>(end - (data + used)));
@@ -79,10 +80,10 @@ void Mapping::forget(size_t begin, size_t end) {
   const size_t page = page_nbytes();
   const size_t first = rounded_up(begin, page);
   const size_t last = end / page * page;
-  // It can only fail for memory that is locked, which then stays until the mapping goes.
+  // madvise fails only for locked memory, which then stays until the mapping ends.
   if (first < last) (void)::madvise(data_ + first, last - first, MADV_DONTNEED);
 }
 
-Mapping::~Mapping() { (void)::munmap(data_, nbytes_); }  // it can only fail for arguments that are wrong
+Mapping::~Mapping() { (void)::munmap(data_, nbytes_); }  // fails only for wrong arguments
 
 }  // namespace tensorferry

@@ -1,4 +1,4 @@
-// What a file is read by whose bytes no descriptor of the kernel's has: an object of a bucket.
+// The interface of an object that reads a file without a descriptor, such as an object in a bucket.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@ class Source {
  public:
   virtual ~Source() = default;
 
-  // Reads from `offset` on, and returns how many bytes came: `nbytes`, or fewer if the rest is to be asked for again.
-  // Else a negative errno, and in `why` what is known of the reason. Any number of threads may call it; it may block.
+  // Read from `offset` on, and return the number of bytes read: `nbytes`, or fewer, in which case the caller must call
+  // read() again for the rest. On failure return a negative errno, and set `why` to the reason if it is known. Several
+  // threads may call read() at the same time, and it may block.
   virtual int64_t read(char* memory, uint64_t nbytes, uint64_t offset, std::string& why) = 0;
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t huge_page_nbytes = size_t{2} << 20;
 
-// By address. Weak, so that the registry keeps nothing alive.
+// All live allocations, by address. The references are weak, because the registry must not keep memory alive.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, std::weak_ptr<Allocation>> by_address;
@@ -29,8 +29,8 @@ Allocation::Allocation(void* mapping, size_t mapping_nbytes, char* data, size_t 
     : mapping_(mapping), mapping_nbytes_(mapping_nbytes), data_(data), nbytes_(nbytes) {}
 
 std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
-  // Huge pages make one entry of 512: the kernel pins a megabyte for direct I/O in one step, and first touch
-  // costs a fault for each 2 MiB. Small requests stay on ordinary pages.
+  // For direct I/O, the kernel pins a huge page in one step instead of 512 steps for its ordinary pages, and the first
+  // touch costs one page fault for each 2 MiB. Smaller allocations use ordinary pages.
   const bool huge = nbytes >= huge_page_nbytes;
   const size_t granule = huge ? huge_page_nbytes : static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   if (nbytes > SIZE_MAX / 2) return nullptr;
@@ -39,7 +39,7 @@ std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
   void* mapping = ::mmap(nullptr, mapping_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) return nullptr;
   char* data = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(mapping), granule));
-  // Advice: a kernel without huge pages says EINVAL, and ordinary pages serve.
+  // The return value does not matter: a kernel without huge pages returns EINVAL, and ordinary pages serve.
   if (huge) (void)::madvise(data, used, MADV_HUGEPAGE);
   std::shared_ptr<Allocation> allocation(new Allocation(mapping, mapping_nbytes, data, nbytes));
   if (locking == Locking::wanted && nbytes > 0) {
@@ -71,7 +71,7 @@ std::optional<Fault> Allocation::register_with(cuda::Gpu& gpu) {
 
 bool Allocation::give_back() {
   if (cuda::Gpu* gpu = gpu_.exchange(nullptr)) gpu->unregister_host(data_);
-  if (locked_.exchange(false)) (void)::munlock(data_, nbytes_);  // cannot fail for memory that mlock took
+  if (locked_.exchange(false)) (void)::munlock(data_, nbytes_);  // cannot fail for memory that mlock has locked
   return lent_.exchange(false);
 }
 

@@ -1,5 +1,5 @@
-// Page-aligned memory of our own, on huge pages and page-locked where the system allows, and the registry that
-// knows which addresses lie in it.
+// Page-aligned memory that the core allocates, on huge pages and page-locked where the system allows it. A registry of
+// all live allocations finds the one that contains an address.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ enum class Locking { none, wanted };
 
 class Allocation {
  public:
-  // Zeroed memory; null where the system has none left. `Locking::wanted` locks the pages if RLIMIT_MEMLOCK
-  // lets it and else leaves them unlocked: ask locked().
+  // Allocate zeroed memory; null if the system has no memory left. With Locking::wanted the pages are locked if
+  // RLIMIT_MEMLOCK allows it, and otherwise stay unlocked; locked() returns which.
   static std::shared_ptr<Allocation> create(size_t nbytes, Locking locking);
 
   ~Allocation();
@@ -27,20 +27,22 @@ class Allocation {
 
   char* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
-  // Page-locked, by us or by CUDA.
+  // Whether the memory is page-locked, by mlock or by CUDA.
   bool locked() const { return locked_.load(std::memory_order_relaxed) || registered(); }
-  // Whether it was made to be locked, RLIMIT_MEMLOCK letting it or not, and was not given back yet.
+  // Whether the memory was allocated with Locking::wanted (locked or not) and give_back() has not been called.
   bool lent() const { return lent_.load(std::memory_order_relaxed); }
 
-  // Makes it page-locked memory of CUDA's as well, so that copies to and from GPUs are asynchronous.
+  // Register the memory with CUDA as page-locked, which makes copies to and from GPUs asynchronous.
   std::optional<Fault> register_with(cuda::Gpu& gpu);
+  // Whether register_with() has succeeded.
   bool registered() const { return gpu_.load(std::memory_order_relaxed) != nullptr; }
 
-  // For an owner who says that it is done with memory that others may still see: unlocks it now, while the
-  // memory itself lasts as long as this object. False if it was given back before, or never was lockable.
+  // Unlock the memory now, and unregister it. This is for memory that its user has released while other objects may
+  // still refer to it, so the memory itself must live until this Allocation ends. Returns false if give_back() was
+  // called before, or the memory was not allocated with Locking::wanted.
   bool give_back();
 
-  // The live allocation that holds all of [address, address + nbytes), if any.
+  // The live allocation that contains all of [address, address + nbytes), or null.
   static std::shared_ptr<Allocation> containing(const void* address, size_t nbytes);
 
  private:
@@ -52,7 +54,7 @@ class Allocation {
   size_t nbytes_;
   std::atomic<bool> lent_{false};
   std::atomic<bool> locked_{false};
-  std::atomic<cuda::Gpu*> gpu_{nullptr};  // that it is registered with
+  std::atomic<cuda::Gpu*> gpu_{nullptr};  // the GPU that the memory is registered with
 };
 
 }  // namespace tensorferry

@@ -12,13 +12,14 @@ std::atomic<size_t> process_nbytes{BouncePool::default_nbytes};
 
 }  // namespace
 
-// The process's pools of both kinds, by device.
+// The pools of the process, by kind (plain and page-locked) and device.
 struct BouncePool::Registry {
   struct Kind {
     std::map<uint64_t, std::weak_ptr<BouncePool>> by_device;
-    std::shared_ptr<BouncePool> last;  // made
+    std::shared_ptr<BouncePool> last;  // the most recently created pool, which is kept without a user
 
-    // That of a device; where there may be no more of them, the one of which least is in use.
+    // Return the pool of a device, or null if it must be created. If the limit of pools is reached, return the pool
+    // that is used least instead.
     std::shared_ptr<BouncePool> find(uint64_t device) {
       if (auto found = by_device.find(device); found != by_device.end()) {
         if (auto pool = found->second.lock()) return pool;
@@ -44,7 +45,8 @@ struct BouncePool::Registry {
         const auto pool = kept.lock();
         if (!pool) continue;
         pool->replaced_ = true;
-        pool->wake();  // who waits for it looks for the new one
+        // Waiters must look for the new pool.
+        pool->wake();
       }
       by_device.clear();
       last.reset();
@@ -134,7 +136,8 @@ size_t BouncePool::nbytes_in_use() const {
 }
 
 void BouncePool::release(char* data, size_t units) {
-  if (fork_generation_ != fork_generation()) return;  // a thread of the parent may have held the mutex
+  // In a forked child the mutex may be locked forever, because a thread of the parent held it at the time of the fork.
+  if (fork_generation_ != fork_generation()) return;
   {
     std::lock_guard lock(mutex_);
     size_t first = static_cast<size_t>(data - arena_->data()) / unit_nbytes;
@@ -157,7 +160,7 @@ void BouncePool::release(char* data, size_t units) {
   wake();
 }
 
-// Waking is a system call, made while nobody has to wait for the lock.
+// Waking is a system call, so it is made after the lock is released.
 void BouncePool::wake() {
   std::vector<std::weak_ptr<BounceWaiter>> waiters;
   {

@@ -1,13 +1,15 @@
-// The bounded memory in between: blocks whose memory the device cannot take pass through here.
+// Pools of bounce buffers. A bounce buffer is aligned memory through which a block is moved if direct I/O cannot use
+// the caller's memory. A pool has a fixed size.
 //
-// Each device that is in use has a pool of its own, so that one that hangs keeps nobody else's memory. A pool is one
-// arena on huge pages, given out in runs of 16 KiB units, lowest address first, so that a light load stays within
-// memory that the processor's cache holds, and only what was in use at one time has pages. It is made when a block of
-// the device first needs it, kept by those who use the device, and gone with the last of them; but the one that was
-// made last stays, for who uses one device again and again. Who finds a pool empty registers to be woken and carries on
-// with what is in flight.
+// Each device in use has its own pool, so blocks of a device that hangs occupy no memory that other devices need. A
+// pool is one allocation, the arena, on huge pages. A buffer is a run of 16 KiB units of the arena, at the lowest
+// address where there is room. A light load therefore stays within memory that the processor's cache holds, and the
+// system gives pages only to units that were in use at the same time. The pool is created when a block of the device
+// first needs it, shared by the lanes of all schedulers for the device, and destroyed with its last user. The pool that
+// was created last is kept even then, for programs that use one device again and again. A worker that finds no room in
+// the pool registers to be woken, and continues with its blocks in flight.
 //
-// Memory of GPUs passes through pools which CUDA knows as page-locked, also one for each device.
+// Blocks with GPU memory use separate pools, page-locked by CUDA, also one for each device.
 #pragma once
 
 #include <atomic>
@@ -25,14 +27,14 @@ namespace tensorferry {
 
 class BouncePool;
 
-// Someone who wants to know that bounce memory came free. May be gone by then.
+// An object that is notified when bounce memory is released. The pool holds a weak reference to it.
 class BounceWaiter : public std::enable_shared_from_this<BounceWaiter> {
  public:
   virtual ~BounceWaiter() = default;
   virtual void bounce_memory_released() = 0;
 };
 
-// A run of units; returns itself.
+// A run of units of a pool's arena. The destructor returns the run to the pool.
 class BounceBuffer {
  public:
   BounceBuffer() = default;
@@ -56,31 +58,35 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   static constexpr size_t unit_nbytes = size_t{16} << 10;
   static constexpr size_t min_nbytes = size_t{1} << 20;
   static constexpr size_t default_nbytes = size_t{32} << 20;
-  // Of the process, of each kind: devices beyond share.
+  // The limit of pools in the process, for each kind (plain ones, and page-locked ones for GPU memory). Further devices
+  // share pools.
   static constexpr size_t max_pools = 16;
 
   explicit BouncePool(size_t nbytes);
 
-  // That of a device, made at first use. Null where there is no memory for it.
+  // The pool of a device, created at first use. Null if there is no memory for it.
   static std::shared_ptr<BouncePool> of(uint64_t device);
+  // The size of a pool that is created now.
   static size_t process_pool_nbytes();
 
-  // The one between files of a device and GPUs.
+  // The page-locked pool for transfers between files of a device and GPUs.
   static Result<std::shared_ptr<BouncePool>> pinned(uint64_t device, cuda::Gpu& gpu);
   static size_t pinned_pool_nbytes() { return 2 * process_pool_nbytes(); }
 
-  // Of each pool. Buffers in use keep their old arena until they return.
+  // Set the size of pools, and replace all existing pools at their next use. Buffers in use keep their old pool alive
+  // until they are returned to it.
   static void set_process_pool_nbytes(size_t nbytes);
 
-  // Whether the size has been set anew since it was made.
+  // Whether the size was set after this pool was created, so users must call of() or pinned() again.
   bool replaced() const { return replaced_.load(std::memory_order_relaxed); }
 
   size_t nbytes() const { return units_ * unit_nbytes; }
 
-  // Whether there ever can be a run that long.
+  // Whether a buffer of `nbytes` fits into the pool when no other buffer is in use.
   bool has_room_for(size_t nbytes) const { return nbytes <= this->nbytes(); }
 
-  // Empty when there is no run that long; `waiter`, if given, is then called once when something returns.
+  // Return a buffer of at least `nbytes`. If no free run is long enough, return an empty buffer, and notify `waiter`,
+  // if given, once, when memory is released.
   BounceBuffer try_acquire(size_t nbytes, BounceWaiter* waiter);
 
   size_t nbytes_in_use() const;
@@ -98,7 +104,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   std::shared_ptr<Allocation> arena_;
   std::atomic<bool> replaced_{false};
   mutable std::mutex mutex_;
-  std::map<size_t, size_t> free_;  // runs of units: where they begin, and how long they are; no two touch
+  std::map<size_t, size_t> free_;  // free runs: first unit -> number of units; adjacent runs are merged
   size_t units_in_use_ = 0;
   std::vector<std::weak_ptr<BounceWaiter>> waiters_;
 };

@@ -1,17 +1,19 @@
-// Memory that nobody has touched yet has no pages: the kernel finds, and zeroes, one at the first touch. For a drive's
-// bytes to go there it must do so within the submission, on the thread that drives the queue, and that takes longer
-// than a fast drive takes to fill the page (and much longer in a virtual machine that has given its free memory back).
+// Memory that was never accessed has no pages: the kernel finds and zeroes a page at the first access (touch). If a
+// read into such memory is submitted, the kernel does this inside the submission, on the worker's thread. It takes
+// longer than a fast drive takes to fill the page, and much longer in a virtual machine that has returned its free
+// memory to the host.
 #pragma once
 
 #include <cstdint>
 
 namespace tensorferry {
 
-// Whether some page of a range is not there. One system call for 64 MiB.
+// Whether some page of a range is missing. Costs one system call for each 64 MiB.
 bool is_untouched(const char* memory, uint64_t nbytes);
 
-// Has all pages of a range be there, ready to be written to; their bytes stay as they are. Where the kernel cannot
-// (before Linux 5.14, no memory, none of the process's), nothing happens: who writes there will find out.
+// Populate all pages of a range for writing, keeping their contents. This has no effect where the kernel cannot do it
+// (before Linux 5.14, out of memory, or a range that is not mapped). A later access to the memory then adds the pages,
+// or reports the error.
 void touch(char* memory, uint64_t nbytes);
 
 }  // namespace tensorferry

@@ -8,16 +8,19 @@
 namespace tensorferry {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "pickles' numbers are read as they are");
+static_assert(std::endian::native == std::endian::little, "the numbers in pickles are read in the native byte order");
 
 constexpr uint32_t max_key_values = 256;
 
-// Of dicts, those that have names only are `fields`.
-enum class Kind : uint8_t { plain, text, called, dict, fields, list, pair, tuple };
+// What is known of a value on the unpickler's stack: `text` is a string, `called` the result of a call or a global (a
+// class or function), `dict` an empty dict, `fields` a dict with string keys only, `mixed` any other dict, `pair` a
+// tuple of two values, `tuple` any other tuple, and `plain` is None, a bool, a number or bytes.
+enum class Kind : uint8_t { plain, text, called, dict, fields, mixed, list, pair, tuple };
 
 struct Value {
   Kind kind;
-  // In tuples, how many values a hash comes to; more than max_key_values where that is not known.
+  // The number of values that Python must hash for the hash of this value: 1 for a string or a number, and for a tuple
+  // the sum of its values and one more. More than max_key_values if the number is not known.
   uint16_t count;
 };
 
@@ -25,11 +28,12 @@ constexpr Value plain{Kind::plain, 1};
 constexpr Value text{Kind::text, 1};
 constexpr Value called{Kind::called, max_key_values + 1};
 
+// Simulates the stack, the marks and the memo of Python's unpickler, with Values in place of objects.
 class Screen {
  public:
   explicit Screen(std::span<const uint8_t> data) : data_(data) {}
 
-  // Whether the next opcode may be there.
+  // Process the next opcode. Returns false if the opcode is not allowed there.
   bool step();
 
   bool done() const { return done_; }
@@ -64,15 +68,16 @@ class Screen {
     return number<Index>(&index) && index < memo_.size() && push(memo_[index]);
   }
 
+  // The stacks grow by at most one entry for each opcode, so their size is bounded by the length of the data.
   bool push(Value value) {
     stack_.push_back(value);
     return true;
   }
 
-  // How many values there are above the last mark.
+  // The number of values above the last mark.
   size_t height() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back()); }
 
-  // Takes the last mark away, and says how many values there were above it.
+  // Remove the last mark and set `count` to the number of values above it.
   bool unmark(size_t* count) {
     if (marks_.empty()) return false;
     *count = height();
@@ -91,6 +96,8 @@ class Screen {
   }
 
   bool set_items(size_t count) {
+    // Remove `count` values, which are keys and values in turn, from the stack, and add them to the object below. Keys
+    // with too many or an unknown number of values to hash are refused, except for `called` ones.
     if (count % 2 != 0 || height() < count + 1) return false;
     bool named = true;
     for (size_t key = stack_.size() - count; key < stack_.size(); key += 2) {
@@ -99,8 +106,8 @@ class Screen {
     }
     stack_.resize(stack_.size() - count);
     Kind& kind = stack_.back().kind;
-    if (kind == Kind::dict || kind == Kind::fields) {
-      kind = named ? Kind::fields : Kind::dict;
+    if (kind == Kind::dict || kind == Kind::fields || kind == Kind::mixed) {
+      kind = named && kind != Kind::mixed ? Kind::fields : Kind::mixed;
       return true;
     }
     return kind == Kind::called;
@@ -121,9 +128,11 @@ class Screen {
     return true;
   }
 
+  // NEWOBJ, which is allowed only with an empty tuple of arguments.
   bool make() { return height() >= 2 && is_tuple() && stack_.back().count == 1 && call(); }
 
   bool build() {
+    // With a tuple of two as its state, BUILD would call setattr() for each item of the second dict.
     if (height() < 2 || (stack_.back().kind != Kind::fields && stack_.back().kind != Kind::tuple)) return false;
     stack_.pop_back();
     return stack_.back().kind == Kind::called;

@@ -1,6 +1,7 @@
-// Which pickles may be given to Python's own unpickler, which is fast and believes all that it reads: those made of
-// records, dicts, lists, tuples, text and numbers only, as metadata of checkpoints are. Nothing is made here, only
-// the opcodes are walked through. What a name in the pickle stands for is for whoever unpickles it to say.
+// Decides which pickles may be passed to Python's own unpickler, which is fast but trusts its input. These are pickles
+// that consist only of objects with fields, dicts, lists, tuples, text, bytes and numbers, as checkpoint metadata does.
+// This code walks through the opcodes of the pickle and creates no objects. It does not check the names of classes and
+// functions in the pickle: the code that unpickles decides which of them it resolves.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +10,14 @@
 
 namespace tensorferry {
 
-// Where such a pickle ends; 0 if it is another, damaged, or takes time or memory beyond what its length says:
-//  - every length lies in the data, and memo entries are numbered one after the other;
-//  - dicts, and what is called, are used as dicts; lists as lists; dicts of names, and tuples of all but two, as
-//  states.
-//    A tuple of two would set attributes by setattr(), also those of classes and functions of the process;
-//  - tuples that are keys have few values, also nested: Python hashes these again and again, without a limit of depth.
+// Return the end of such a pickle, which begins at the start of `data`. Return 0 if the pickle has other opcodes, is
+// damaged, or would take time or memory out of proportion to its length. A pickle is accepted only if:
+//  - every length lies within the data, and memo entries are numbered consecutively;
+//  - items are set only in dicts and in results of calls, and appended only to lists;
+//  - the state of an object is a dict with string keys only, or a tuple, but not of two values: with such a tuple BUILD
+//    sets attributes by setattr(), even on classes and functions of the process;
+//  - tuples used as keys have few values, counting nested ones: Python hashes them again at every use, and recursively
+//    without a limit of depth.
 size_t screened_pickle_end(std::span<const uint8_t> data);
 
 }  // namespace tensorferry

@@ -11,22 +11,24 @@
 namespace tensorferry {
 namespace {
 
-// Of a block: a few dozens are as cheap as can be, and leave something to others.
+// The limits of a block, in rows and gaps and in bytes of rows: enough to make the overhead of the block small, and few
+// enough to leave other blocks for other threads.
 constexpr size_t max_pieces = 128;
 constexpr uint64_t max_block_nbytes = uint64_t{256} << 10;
 
-// Copied with what is around it: that costs less than another call.
+// Gaps up to this size are read together with the rows around them, which costs less than another system call.
 constexpr uint64_t max_copied_gap_nbytes = 2048;
 constexpr size_t max_places = 32;
 
-// What one call reads.
+// One call of preadv2: the buffers into which it reads rows and short gaps.
 struct RowsRead {
   std::array<iovec, max_places> places;
   size_t count = 0;
   uint64_t nbytes = 0;
 };
 
-// What is read by one call that begins with a row, or within it.
+// Build the call that begins at `position`, which is within a row or at its start. Bytes of gaps are read into
+// `unwanted`.
 RowsRead read_at(const Segments& rows, uint64_t position, uint64_t end, char* unwanted) {
   RowsRead next_read;
   for (size_t index = rows.index_at(position); index < rows.count() && next_read.count < max_places; ++index) {

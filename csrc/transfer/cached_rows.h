@@ -1,5 +1,8 @@
-// Rows of a table that the page cache holds: many of them are one block, since a block of its own costs a third of what
-// copying a row costs; and those that are close together are one system call.
+// Rows of a table that the page cache holds. Many of them form one block, because a separate block for each row would
+// cost a third of the time that copying the row takes. Rows that are close together in the file are read by one system
+// call.
+//
+// A table's rows are the segments of a transfer, and a gap is the file's data between two of them (segments.h).
 #pragma once
 
 #include <cstdint>
@@ -8,16 +11,17 @@
 
 namespace tensorferry {
 
-// Where a block of rows ends that begins at `position`, with a row: before a gap, or before what is long enough for a
-// block of its own. As `position` if that is so there.
+// The end of a block of rows that begins at `position`, which must be the start of a row. The block is as long as its
+// limit allows, includes the gaps between its rows, and ends with a row. It ends early before a row that is long enough
+// for a separate block. Returns `position` if the first row is that long.
 uint64_t end_of_cached_rows(const Segments& rows, uint64_t position);
 
-// Bytes of the rows in a range; gaps are none.
+// The bytes of rows in a range, without its gaps.
 uint64_t nbytes_of_rows(const Segments& rows, uint64_t begin, uint64_t end);
 
-// Reads a range, whose gaps are passed over, from a descriptor through the page cache; the first byte of all rows lies
-// at `offset` of the file. Returns how far it came, or as read(2) does; without `wait` -EAGAIN where the cache has
-// nothing of what is next.
+// Read the rows of a range from a buffered descriptor, passing over the gaps. `offset` is the file offset of position
+// 0. Returns the distance from `begin` to the position that was reached, gaps included. If that is 0, returns 0 at the
+// end of the file, or a negative errno: without `wait`, -EAGAIN if the cache holds nothing of the next row.
 int64_t read_rows(const Segments& rows, uint64_t begin, uint64_t end, int descriptor, uint64_t offset, bool wait);
 
 }  // namespace tensorferry

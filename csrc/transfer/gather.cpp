@@ -31,7 +31,7 @@ RowMemory memory_of_rows(std::span<const NumberedRow> rows, const RowLayout& lay
   const uint64_t row_nbytes = layout.row_nbytes;
   const auto place_of = [&](size_t index) { return memory + rows[index].place * row_nbytes; };
   found.pieces.reserve(2 * rows.size());
-  bool grows = false;  // the last piece, by neighbours that have no copies either
+  bool grows = false;  // whether the last piece consists of rows without copies, so the next such row may extend it
   size_t next;
   for (size_t index = 0; index < rows.size(); index = next) {
     for (next = index + 1; next < rows.size() && rows[next].row == rows[index].row;) ++next;

@@ -1,8 +1,12 @@
-// Rows of a table by number: which bytes of its file are wanted, in order, and where each of them goes. Arithmetic
-// only.
+// Rows of a table by number: which rows of its file a call moves, in file order, and from or to which memory. This is
+// arithmetic without I/O.
 //
-// Rows are sorted, so that each page is read once, and pages that hold several rows, or a row that lies in several
-// pages, become one block (plan.h). A row that is asked for several times is read once, and copied.
+// The rows are sorted by number. Each page of the file is therefore read once, and pages that hold several rows, or a
+// row that spans several pages, become one block (plan.h). A row that is requested several times is read once and then
+// copied.
+//
+// A place is an index in the caller's list of row numbers. It is also the index of the row in the caller's memory,
+// where rows are contiguous.
 #pragma once
 
 #include <cstddef>
@@ -18,27 +22,28 @@ namespace tensorferry {
 
 struct NumberedRow {
   uint64_t row;
-  size_t place;  // of its number among those that were given
+  size_t place;
 };
 
 struct OrderedRows {
-  std::vector<NumberedRow> rows;  // ascending; those of one number in the order of their places
-  std::optional<size_t> outside;  // the place of the first number that is of no row; then there are no rows
+  std::vector<NumberedRow> rows;  // ascending; equal numbers in the order of their places
+  std::optional<size_t> outside;  // the place of the first number that is out of range; `rows` is then empty
 };
 
-// Negative numbers count from the end, unless they are numbers without a sign beyond what has one.
+// Sort row numbers. Negative numbers count from the end. With `is_unsigned` the numbers are unsigned 64-bit integers,
+// so a negative value here is a large number and out of range.
 OrderedRows order_rows(std::span<const int64_t> numbers, uint64_t row_count, bool is_unsigned);
 
-// How rows lie in the file, and in memory one behind the other.
+// How rows are laid out in the file.
 struct RowLayout {
   uint64_t row_nbytes;
   uint64_t stride_nbytes;  // from one row to the next, in the file
 };
 
-// Memory and gaps from the first of the rows on.
+// The memory of the rows and the gaps between them, in file order from the first row on.
 struct RowMemory {
   std::vector<Memory> pieces;
-  std::vector<Segments::Copy> copies;
+  std::vector<Segments::Copy> copies;  // the further places of rows that are requested several times
   uint64_t nbytes = 0;
 
   void add_gap(uint64_t gap_nbytes) {
@@ -47,7 +52,8 @@ struct RowMemory {
   }
 };
 
-// To be read: a row's first place is read into, and the others are copies. To be written: its last place is written.
+// `memory` is the caller's array. If a row has several places, a read reads it into the first one and copies it to the
+// others, and a write writes the bytes of the last one.
 RowMemory memory_of_rows(std::span<const NumberedRow> rows, const RowLayout& layout, char* memory, bool write);
 
 }  // namespace tensorferry

@@ -18,28 +18,28 @@
 namespace tensorferry {
 namespace {
 
-// A thread that has had nothing to do for so long ends.
+// A thread ends after this time without work.
 constexpr std::chrono::seconds idle_patience{5};
 
 }  // namespace
 
-// Shared with the threads, which may be left behind.
+// The threads share ownership of the state, because after abandon() they may outlive the Helpers.
 struct Helpers::State {
   std::mutex mutex;
   std::condition_variable news;
   std::deque<Job> jobs;
   size_t max_threads;
   std::vector<std::thread> threads;
-  std::vector<std::thread> ended;  // of their own accord; still to be joined
-  size_t running = 0;              // threads, those left behind too
-  size_t idle = 0;                 // of them
+  std::vector<std::thread> ended;  // threads that have ended after idle_patience and must still be joined
+  size_t running = 0;              // the number of threads, including detached ones
+  size_t idle = 0;                 // how many of them have no job
   bool abandoned = false;
   bool stopping = false;
 
   explicit State(size_t max) : max_threads(max) {}
 
   void join_ended() {
-    for (auto& thread : ended) thread.join();  // each has nothing left to do but to let go of the lock
+    for (auto& thread : ended) thread.join();  // each has released the lock and is returning
     ended.clear();
   }
 };
@@ -74,7 +74,9 @@ void Helpers::post(Job job) {
   std::unique_lock lock(state.mutex);
   if (state.idle <= state.jobs.size() && state.running < state.max_threads && !start_thread() && state.running == 0) {
     lock.unlock();
-    const InterruptionsReturned by_nobody(false);  // the caller knows nothing of the job
+    // The caller may be in the scope of an InterruptionsReturned. EINTR would mean nothing to the job, which is not the
+    // caller's own, so system calls are repeated here.
+    const InterruptionsReturned by_nobody(false);
     return job();
   }
   state.jobs.push_back(std::move(job));
@@ -107,7 +109,7 @@ void Helpers::serve(const std::shared_ptr<State>& own) {
     if (state.jobs.empty() && !news && !state.abandoned) {
       const auto is_this = [](const auto& thread) { return thread.get_id() == std::this_thread::get_id(); };
       const auto own_handle = std::find_if(state.threads.begin(), state.threads.end(), is_this);
-      if (own_handle == state.threads.end()) continue;  // stop() is about to say so
+      if (own_handle == state.threads.end()) continue;  // stop() has taken the handle and will join this thread
       state.ended.push_back(std::move(*own_handle));
       state.threads.erase(own_handle);
     }
@@ -117,7 +119,7 @@ void Helpers::serve(const std::shared_ptr<State>& own) {
     --state.idle;
     lock.unlock();
     job();
-    job = nullptr;  // what it holds goes now
+    job = nullptr;  // release what the job refers to before the wait for the next one
     lock.lock();
     ++state.idle;
   }

@@ -1,6 +1,6 @@
-// Threads for what a worker must not do: what may block (closing, cutting and syncing files, opening them, I/O through
-// the page cache where an engine would block, pauses), and copying. They start as jobs wait for one, up to a limit, and
-// end when there has been nothing to do for some seconds.
+// Threads for work that a worker (the thread that drives an engine) must not do: operations that may block (opening,
+// closing, truncating and syncing files, buffered I/O where the engine would block, pauses), and copying. A thread is
+// started when a job waits for one, up to a limit, and ends after some seconds without work.
 #pragma once
 
 #include <functional>
@@ -12,32 +12,33 @@ class Helpers {
  public:
   using Job = std::function<void()>;
 
-  // `name` is that of the threads, and lives as long as they do; the kernel takes 15 characters.
+  // `name` is the name of the threads and must outlive them. The kernel stores 15 characters of it.
   Helpers(const char* name, size_t max_threads);
-  // After stop() or abandon().
+  // stop() or abandon() must have been called before.
   ~Helpers();
   Helpers(const Helpers&) = delete;
   Helpers& operator=(const Helpers&) = delete;
 
-  // So many threads at most from now on; no thread is ended for it.
+  // Change the maximum number of threads. A lower limit ends no running thread.
   void allow(size_t max_threads);
 
-  // Where no thread can be had (a process limit), and none is there, the caller does the job itself.
+  // Run the job on a thread. If no thread exists and none can be started (a process limit), the caller runs it.
   void post(Job job);
 
-  // Only if one of the threads has nothing to do; returns whether it took the job.
+  // Run the job on a thread if one is idle or can be started. Returns false, without running the job, if not.
   bool offer(Job job);
 
-  // Waits for all jobs and ends the threads.
+  // Wait for all jobs and end the threads.
   void stop();
 
-  // The threads are not joined; they keep running jobs until let_end().
+  // Detach the threads, because a job hangs. They continue to accept jobs. let_end() makes them end as soon as they
+  // have no job left.
   void abandon();
   void let_end();
 
  private:
   struct State;
-  bool start_thread();  // with the lock
+  bool start_thread();  // requires the lock
   static void serve(const std::shared_ptr<State>& state);
 
   const char* const name_;

@@ -11,17 +11,18 @@
 namespace tensorferry {
 namespace {
 
-// Read with the items before and behind it, where these are moved as one: a drive takes longer for another request.
+// Gaps up to this size between joined items are read with them, because a further request takes the drive longer.
 constexpr uint64_t max_joined_gap_nbytes = uint64_t{16} << 10;
 
-// Items of one file from which on asking for the whole file at once pays.
+// From this number of items of one file on, one look-up for the whole file (File::snapshot) costs less than one for
+// each item.
 constexpr size_t snapshot_items = 5;
 
 using Made = Result<std::shared_ptr<Transfer>>;
 
 char* address_of(const Memory& memory) { return reinterpret_cast<char*>(memory.address); }
 
-// Files for which there is no space, and why.
+// Reserve file space for all items. Returns the files that have not enough space, with their faults.
 std::map<const File*, Fault> reserve_all(const std::vector<Item>& items) {
   std::map<File*, std::vector<Range>> pieces;
   for (const Item& item : items) {
@@ -48,12 +49,12 @@ Result<Segments> segments_of(const Item& item, Gates& gates) {
   return segments;
 }
 
-// What the transfers of one call have in common.
+// State that the transfers of one call share.
 struct Call {
   Scheduler& scheduler;
   const std::shared_ptr<Request>& request;
   Gates gates = {};
-  std::optional<File::Snapshot> snapshot = {};  // of the file whose turn it is
+  std::optional<File::Snapshot> snapshot = {};  // of the current file
 
   Made create(TransferSpec spec, size_t position) const {
     const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.memory.nbytes());
@@ -158,7 +159,7 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
       const size_t last = std::min(index + snapshot_items, items.size()) - 1;
       if (!write && last > index && items[last].file == item.file) {
         auto taken = item.file->snapshot();
-        if (taken) call.snapshot = *taken;  // else each of them will say why
+        if (taken) call.snapshot = *taken;  // after a failure, the look-up of each item reports its own fault
       }
     }
     if (auto found = full.find(seen); found != full.end()) {
@@ -171,7 +172,7 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
         prepared.transfers.push_back(std::move(*transfer));
         next = end;
         continue;
-      }  // else each of them says what is wrong
+      }  // after a failure, each item gets a separate transfer or reports its own fault
     }
     auto transfer = call.one(item);
     if (transfer) {
@@ -181,7 +182,7 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
     for (const int of_all : {EMFILE, ENFILE, ENODEV, EINTR}) {
       if (transfer.fault().error_number == of_all) prepared.fault = transfer.fault();
     }
-    if (prepared.fault) break;  // the items may be prepared again
+    if (prepared.fault) break;  // the caller may prepare the items again
     request->refuse(item.file);
     prepared.refused.emplace_back(item.position, std::move(transfer.fault()));
   }

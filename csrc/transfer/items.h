@@ -1,5 +1,6 @@
-// From the items of one call to transfers: space is reserved for all of them at once, small neighbours are joined, and
-// what is wrong with one of them refuses that one.
+// Turns the items of one call into transfers. An item is a piece of memory and the range of a file that it is moved
+// from or to. File space is reserved for all items of the call at once, and small items that are neighbours in a file
+// are joined to one transfer. An error that concerns one item refuses that item alone.
 #pragma once
 
 #include <cstddef>
@@ -19,52 +20,57 @@
 
 namespace tensorferry {
 
-// Where memory of a GPU is used: the device's number, and the stream whose work so far comes before.
+// Where GPU memory is used: the device's ordinal and a stream. The transfer waits for the work that is queued on the
+// stream when the call is made.
 using Location = std::pair<int, uintptr_t>;
 
 struct Memory {
-  uintptr_t address = 0;  // 0: a gap, or without bytes
+  uintptr_t address = 0;  // 0: no memory; a gap, or an empty piece
   uint64_t nbytes = 0;
-  std::optional<Location> location = {};  // of a GPU's
+  std::optional<Location> location = {};  // empty: host memory
 };
 
-// Memory to or from a range of a file.
 struct Item {
   std::shared_ptr<File> file;
   File::Lease lease;
   Memory memory;
   uint64_t offset = 0;
-  size_t position = 0;                                  // in the call
-  const std::vector<Memory>* segments = nullptr;        // in the memory's place, with as many bytes
-  const std::vector<Segments::Copy>* copies = nullptr;  // of segments that are rows of a table: there may be none
+  size_t position = 0;                            // in the call
+  const std::vector<Memory>* segments = nullptr;  // replace `memory`, with the same total size
+  // Set if `segments` are rows of a table: the further places to which rows are copied, which may be none.
+  const std::vector<Segments::Copy>* copies = nullptr;
   std::shared_ptr<Checksums> checksums = nullptr;
-  std::shared_ptr<Lane> lane = nullptr;
+  std::shared_ptr<Lane> lane = nullptr;  // set by find_lanes()
 };
 
-// Gates of one call: one for each location that comes.
+// The gates of one call, one for each location. A gate is the point in a stream's work from which the transfer may use
+// GPU memory (device/gpu.h).
 class Gates {
  public:
-  // Null for host memory.
+  // The gate of a location, created at first use. Null for host memory.
   Result<std::shared_ptr<cuda::Gate>> of(const std::optional<Location>& location);
 
  private:
   std::vector<std::pair<Location, std::shared_ptr<cuda::Gate>>> made_;
 };
 
-// Finds the items' lanes; returns what there is to be admitted.
+// Set the items' lanes. Returns the number of items in each lane, which the scheduler must admit (Scheduler::admit).
 std::vector<Scheduler::Places> find_lanes(std::vector<Item>& items, Scheduler& scheduler);
 
 struct Prepared {
   std::vector<std::shared_ptr<Transfer>> transfers;
-  std::vector<std::pair<size_t, Fault>> refused;  // by position
-  // One that is no single item's, or goes away with time (too many descriptors): it refuses all of them.
+  // The items that get no transfer: their positions in the call, and why.
+  std::vector<std::pair<size_t, Fault>> refused;
+  // A fault that refuses the whole call, because it concerns all items (no CUDA driver) or is temporary (too many open
+  // descriptors, an interruption by a signal).
   std::optional<Fault> fault;
 };
 
-// Uses up the items' leases. Blocks.
+// Create the transfers of the items. This moves the leases out of the items, and may block.
 Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shared_ptr<Request>& request);
 
-// One past the last of the items from `index` on that are moved as one: small neighbours in host memory of one file.
+// Find the items from `index` on that are joined to one transfer: small pieces of host memory that are neighbours in
+// one file. Returns the index after the last of them, or `index` itself if that item is not small.
 size_t end_of_neighbours(const std::vector<Item>& items, size_t index, bool write);
 
 }  // namespace tensorferry

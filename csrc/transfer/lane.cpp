@@ -13,8 +13,8 @@
 namespace tensorferry {
 namespace {
 
-constexpr size_t max_waiting = 32;  // helpers that wait for the device: as many as an engine has threads
-constexpr size_t max_helpers = 8;   // of each other kind
+constexpr size_t max_waiting = 32;  // helpers that open, close and so on: as many as the threads engine has threads
+constexpr size_t max_helpers = 8;   // helpers for syncs, and helpers for streams
 
 }  // namespace
 
@@ -28,7 +28,7 @@ std::string Queue::start(const EngineKind& kind) {
   SignalsBlocked signals;
   for (auto& worker : workers_) {
     try {
-      // The thread keeps the scheduler alive, for the case that close() has to leave it behind.
+      // The thread keeps the scheduler alive, because close() may have to leave the thread running.
       threads_.emplace_back([scheduler = scheduler_.shared_from_this(), own = worker.get()] {
         (void)::pthread_setname_np(::pthread_self(), "tensorferry");
         own->run();
@@ -80,7 +80,7 @@ bool Queue::take_block(WorkBlock& block, Worker* hungry, const Transfer* only, L
       bool exhausted = false;
       const bool taken = transfer->next_block(block, exhausted);
       block.in = line_.took(*transfer, taken ? block.planned.io_nbytes : 0, exhausted);
-      // The cursor no longer keeps the transfer going; a block, if there is one, still does.
+      // Count down the cursor's reference: only the blocks now keep the transfer from ending.
       const bool over = exhausted && transfer->count_down();
       if (taken) return true;
       if (!over) continue;
@@ -138,7 +138,7 @@ std::shared_ptr<BouncePool> Lane::pool() {
 void Lane::stop() {
   for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->stop();
   std::lock_guard lock(mutex_);
-  pool_.reset();  // whoever keeps a closed scheduler keeps no memory
+  pool_.reset();  // a closed scheduler that is still referenced must not hold memory
 }
 
 void Lane::abandon() {

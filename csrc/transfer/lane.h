@@ -1,8 +1,9 @@
-// What transfers of one device wait for, so that a device that is slow, or hangs, holds up nobody else's.
+// A lane holds everything that transfers of one device may have to wait for. Since each device has its own lane, a
+// device that is slow or hangs delays only its own transfers.
 //
-// A lane has a queue (a line of transfers, and workers that each own an engine), helpers for what may block, and a
-// share of the memory in between. All of it is made when it is first needed: a device whose files are only read and
-// written by callers' own threads has a lane without a thread.
+// A lane has a queue, helper threads for operations that may block, and a pool of bounce buffers. A queue is a line of
+// transfers (line.h) and the workers, threads that each own an engine, which take blocks from it. All of these are
+// created at first use: if only the callers' own threads read and write the files of a device, its lane has no thread.
 #pragma once
 
 #include <cstdint>
@@ -29,26 +30,30 @@ class Queue {
  public:
   explicit Queue(Scheduler& scheduler) : scheduler_(scheduler) {}
 
-  // Starts workers with engines of this kind; empty, or why not. To be called once.
+  // Start workers with engines of this kind. Returns an empty string, or the reason for a failure. May be called once.
   std::string start(const EngineKind& kind);
 
-  // At the end of the line.
+  // Add transfers at the end of the line.
   void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
-  // The next block in line of a class before `limit`, or of `only` if that is given. Where there is nothing to take,
-  // the worker `hungry`, if given, will be woken when there is.
+  // Take the next block in line, and return whether there was one. Requests have a class: small, normal or background,
+  // in order of precedence (Line::Class). Only blocks of the classes before `limit` are taken. If `only` is given, only
+  // blocks of that transfer are taken, whatever its class. If there is no such block and `hungry` is given, add() will
+  // wake this worker when it adds transfers of a class before `limit`.
   bool take_block(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit = Line::class_count);
 
-  // Whether workers are to end, now that there is nothing to do.
+  // Whether the queue was told to stop and its line is empty. A worker that has no block left then ends.
   bool is_over() const;
 
-  // Ends the workers when they have nothing to do any more, and waits for that.
+  // Let the workers finish the transfers in line, and wait until their threads have ended.
   void stop();
-  // The same without joining the threads: they end by themselves after let_end().
+  // Detach the workers' threads, because a transfer hangs. They continue until let_end() is called and the line is
+  // empty.
   void abandon();
   void let_end();
 
  private:
+  // A worker that found no block and is to be woken by add().
   struct Hungry {
     std::shared_ptr<Worker> worker;
     Line::Class limit;
@@ -69,24 +74,26 @@ class Lane {
 
   uint64_t device() const { return device_; }
 
-  // Made at first use; where there can be no further one, another lane's.
+  // The queue, created at first use. If there can be no further queue, this lane shares that of another lane.
   std::shared_ptr<Queue> queue();
 
-  // Null where there is no memory for it.
+  // The pool of bounce buffers; null if there is no memory for it.
   std::shared_ptr<BouncePool> pool();
 
-  // Opening, closing, cutting; I/O through the page cache where an engine would block; pauses.
+  // Post a job that opens, closes or truncates a file, pauses, or does buffered I/O that would block the engine.
   void help(Helpers::Job job) { jobs_.post(std::move(job)); }
-  // Syncs, which may take long and all at once.
+  // Post a sync. Syncs have separate threads, because many may run at once and each may take long.
   void help_to_sync(Helpers::Job job) { syncs_.post(std::move(job)); }
-  // What computes, and only then waits for the device: copies and sums of streams.
+  // Post a job of a stream (stream.h), which copies memory, computes checksums and submits full buffers. Streams have
+  // separate threads, so their copying does not wait behind jobs that the device delays.
   void help_stream(Helpers::Job job) { streams_.post(std::move(job)); }
 
-  // Ends the helpers' threads when they have nothing to do any more; the queue is the scheduler's to end.
+  // End, detach, or let end the helpers' threads, as the functions of Helpers with these names do. The queue is not
+  // stopped here, because other lanes may share it: Lanes has the set of queues.
   void stop();
   void abandon();
   void let_end();
-  // Once stopped.
+  // Give up the lane's reference to its queue and return it; null if the lane has none. stop() must have been called.
   std::shared_ptr<Queue> give_queue_back() {
     std::lock_guard lock(mutex_);
     return std::exchange(queue_, nullptr);
@@ -95,14 +102,14 @@ class Lane {
  private:
   Lanes& lanes_;
   const uint64_t device_;
-  std::mutex mutex_;  // for making the queue and the pool
+  std::mutex mutex_;  // guards the creation of the queue and the pool
   std::shared_ptr<Queue> queue_;
   std::shared_ptr<BouncePool> pool_;
   Helpers jobs_;
   Helpers syncs_;
   Helpers streams_;
   friend class Scheduler;
-  size_t outstanding_ = 0;  // the scheduler's mutex guards it
+  size_t outstanding_ = 0;  // transfers and other work that closing waits for; guarded by the scheduler's mutex
 };
 
 }  // namespace tensorferry

@@ -12,7 +12,7 @@
 namespace tensorferry {
 namespace {
 
-// Queues of all schedulers of the process beyond the first of each. What wants more shares those that there are.
+// Queues of all schedulers of the process, beyond the first one of each. Further lanes share queues.
 constexpr size_t max_further_queues = 64;
 
 struct FurtherQueues {
@@ -20,8 +20,9 @@ struct FurtherQueues {
 };
 std::atomic<size_t>& further_queues() { return of_this_process<FurtherQueues>().count; }
 
-// Four zero memory faster than most drives fill it. All processors may: nothing moves before. On two, two made a load
-// into memory that the host had taken back up to 1.6 times as fast as one, and none slower.
+// Four threads zero memory faster than most drives fill it. They may use all processors, because a read cannot continue
+// before its memory has pages. On two processors, two threads made loads into memory that the host had reclaimed up to
+// 1.6 times as fast as one thread did, and none slower.
 constexpr size_t touchers_of_a_device = 4;
 
 size_t processors() { return std::max(std::thread::hardware_concurrency(), 1u); }
@@ -57,7 +58,8 @@ std::shared_ptr<Lane> Lanes::of(uint64_t device) {
     }
     if (lanes_.size() >= options_.max_lanes) {
       idle = take_out_idle(false);
-      if (!idle) {  // that of the device with which least is going on
+      // Share the lane of the device with the fewest users.
+      if (!idle) {
         const auto is_less_used = [](const ByDevice::value_type& one, const ByDevice::value_type& other) {
           return one.second.lane.use_count() < other.second.lane.use_count();
         };
@@ -66,7 +68,7 @@ std::shared_ptr<Lane> Lanes::of(uint64_t device) {
     }
     lane = lanes_.emplace(device, KeptLane{std::make_shared<Lane>(*this, device), true}).first->second.lane;
     share_processors();
-    if (over_) lane->abandon();  // as all others have been
+    if (over_) lane->abandon();  // the scheduler was abandoned, with all other lanes
     if (lanes_.size() > 1 && !over_ && !caretaker_.joinable()) {
       SignalsBlocked signals;
       try {
@@ -75,7 +77,7 @@ std::shared_ptr<Lane> Lanes::of(uint64_t device) {
           look_after();
         });
       } catch (const std::system_error&) {
-        // Lanes are then given back when another one needs their place.
+        // Without a caretaker, idle lanes are destroyed when another device needs their place.
       }
     }
   }
@@ -108,8 +110,8 @@ void Lanes::give_back(std::shared_ptr<Lane> lane) {
   {
     std::lock_guard lock(mutex_);
     const auto is_spare = [&](const auto& one) { return one != queue && one.use_count() == 1; };
-    const bool is_used = queue.use_count() > 2;  // by a lane that shares it
-    // One of them stays, for the next lane.
+    const bool is_used = queue.use_count() > 2;  // by another lane: two references are queues_ and `queue`
+    // One spare queue is kept for the next lane.
     if (over_ || is_used || std::none_of(queues_.begin(), queues_.end(), is_spare)) return;
     std::erase(queues_, queue);
   }
@@ -136,7 +138,8 @@ void Lanes::look_after() {
   }
 }
 
-// Each device has its copying threads and those that touch memory, as long as there are processors for them.
+// Set the limits of the threads that copy and those that touch memory: a number for each device, as far as there are
+// processors for them.
 void Lanes::share_processors() {
   const size_t count = std::max<size_t>(lanes_.size(), 1);
   const size_t copiers = std::max<size_t>(options_.copier_count, std::max<size_t>(processors() / 2, 1) - 1);
@@ -156,7 +159,7 @@ std::shared_ptr<Queue> Lanes::queue_for_a_lane() {
     if (queue->start(*engine_kind_).empty()) {
       std::lock_guard lock(mutex_);
       queues_.push_back(queue);
-      if (over_) queue->abandon();  // as all others have been
+      if (over_) queue->abandon();  // the scheduler was abandoned, with all other queues
       return queue;
     }
     queue->stop();

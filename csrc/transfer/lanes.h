@@ -1,7 +1,8 @@
-// Which lanes a scheduler has: one for each device that is in use, within bounds.
+// The lanes of a scheduler: one for each device in use, up to a limit. A lane (lane.h) has what the transfers of its
+// device may wait for: a queue with workers, helper threads and bounce memory.
 //
-// A lane is created when a transfer first needs it, and destroyed after some seconds without use. At the limit, devices
-// share a lane. The threads that only compute are here too: all lanes share them.
+// A lane is created when a transfer first needs it and destroyed after some seconds without use. Beyond the limit
+// devices share lanes. The threads for CPU-bound work are also here, because all lanes share them.
 #pragma once
 
 #include <condition_variable>
@@ -26,22 +27,25 @@ class Lanes {
  public:
   explicit Lanes(Scheduler& scheduler);
 
-  // Makes the first queue, with engines of this kind, as all others will have; empty, or why not.
+  // Make the first queue, with engines of this kind; later queues use the same kind. Returns an empty string, or the
+  // reason for a failure.
   std::string start(const EngineKind& kind);
   const EngineKind& engine_kind() const { return *engine_kind_; }
 
-  // That of a device. Where there may be no further lane, another device's.
+  // The lane of a device; at the limit of lanes, another device's.
   std::shared_ptr<Lane> of(uint64_t device);
   size_t count() const;
 
-  // For a lane: an idle one, a new one, or another lane's.
+  // Return a queue for a new lane: an idle one, a new one, or one of another lane.
   std::shared_ptr<Queue> queue_for_a_lane();
 
-  // Run CPU-bound jobs. help_to_copy returns false if no thread is free.
+  // Run a CPU-bound job on a helper thread: one that adds pages to memory (touches it), or one that copies.
+  // help_to_touch() queues the job if all threads are busy; help_to_copy() then returns false, and the caller copies.
   void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 
-  // Ends threads when they have nothing to do any more, and waits for that; or leaves them behind, until let_end().
+  // For the threads of all lanes and queues, and those for CPU-bound work: stop() lets them finish their work and joins
+  // them. abandon() detaches them, because a transfer hangs, and let_end() then makes them end when they have no work.
   void stop();
   void abandon();
   void let_end();
@@ -49,14 +53,18 @@ class Lanes {
  private:
   struct KeptLane {
     std::shared_ptr<Lane> lane;
-    bool used;  // since it was last looked at
+    bool used;  // whether of() returned the lane since the caretaker last looked
   };
   using ByDevice = std::unordered_map<uint64_t, KeptLane>;
 
-  std::shared_ptr<Lane> take_out_idle(bool unused);  // with mutex_ held; null: none is idle
+  // Remove a lane that nothing refers to; with `unused`, only one that of() has not returned since the caretaker last
+  // looked. Null if there is none. Requires mutex_.
+  std::shared_ptr<Lane> take_out_idle(bool unused);
+  // End the helpers of a lane that was taken out, and its queue, unless another lane uses the queue or it is kept for
+  // the next lane.
   void give_back(std::shared_ptr<Lane> lane);
-  void look_after();
-  void share_processors();  // with mutex_ held
+  void look_after();        // the loop of the caretaker
+  void share_processors();  // requires mutex_
   std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> all() const;
 
   Scheduler& scheduler_;
@@ -66,10 +74,11 @@ class Lanes {
   mutable std::mutex mutex_;
   std::condition_variable news_;
   ByDevice lanes_;
-  // Of all lanes; one that only stands here is for the next lane that needs one.
+  // All queues. A queue that is referenced only here is idle, and the next new lane gets it.
   std::vector<std::shared_ptr<Queue>> queues_;
   bool over_ = false;
-  std::thread caretaker_;  // gives lanes back; there is one once there have been two lanes
+  // The thread that destroys idle lanes. It is started when a second lane is created.
+  std::thread caretaker_;
   Helpers copy_helpers_;
   Helpers touch_helpers_;
 };

@@ -20,7 +20,7 @@ void Line::add(std::shared_ptr<Transfer> transfer) {
     found = requests_.emplace(&request, ring.insert(ring.end(), Turn{in, {}, turn_nbytes})).first;
   }
   const auto turn = found->second;
-  if (turn->in == small && request.nbytes() > small_request_nbytes) {  // more of it has come
+  if (turn->in == small && request.nbytes() > small_request_nbytes) {  // the request has grown by further transfers
     turn->in = normal;
     rings_[normal].splice(rings_[normal].end(), rings_[small], turn);
   }
@@ -53,7 +53,7 @@ Line::Class Line::took(const Transfer& transfer, uint64_t nbytes, bool exhausted
   const auto turn = found->second;
   const Class in = turn->in;
   Ring& ring = rings_[in];
-  // Those before it had their share; it had one block more of its own.
+  // This class has got a block, so the counts of all classes before it are reset, and its own count grows by one.
   for (size_t before = 0; before < in; ++before) served_[before] = 0;
   ++served_[in];
   owed_nbytes_ =

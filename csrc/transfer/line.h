@@ -1,9 +1,10 @@
-// Whose block is next: requests in turn, small ones first, those in the background last.
+// Chooses the next block: requests take turns, small ones first, background ones last.
 //
-// A request with much to move would hold up everything behind it for as long as the drive needs for it; and one with
-// thousands of pieces, another one with a single piece. So requests take turns, a megabyte each. Small requests come
-// before all others, and none waits for ever: of so many blocks one is of those who have to wait. What is in the
-// background has the same share of the bytes as well, since its blocks may be longer than those of others.
+// Without turns a large request would delay all later ones for as long as the drive needs for it, and a request of
+// thousands of transfers would delay one with a single transfer. The requests of one class therefore take turns of a
+// megabyte each. Small requests precede all others, but no class waits forever: after 16 blocks of a class in a row,
+// the next waiting class gets one. For the background class, bytes count as well, since its blocks may be longer than
+// those of others: after a background block, requests that wait in other classes get 16 times as many bytes first.
 #pragma once
 
 #include <cstdint>
@@ -23,41 +24,45 @@ class Line {
   static constexpr uint64_t turn_nbytes = uint64_t{1} << 20;
   static constexpr uint32_t blocks_before_the_next_class = 16;
 
+  // The classes of requests, in order of precedence. class_count is their number, and as a `limit` it includes all.
   enum Class : uint8_t { small, normal, background, class_count };
 
   bool empty() const { return requests_.empty(); }
 
-  // Whether there is a request of a class before `limit`.
+  // Whether a request of a class before `limit` is in line.
   bool has_before(Class limit) const { return next_class(limit) < class_count; }
 
-  // At the end of its request's transfers.
+  // Add a transfer behind the others of its request.
   void add(std::shared_ptr<Transfer> transfer);
 
-  // Which class it comes into when it is added now.
+  // The class of the transfer's request, by its options and its size so far.
   static Class class_of(const Transfer& transfer);
 
-  // The transfer whose block is next, among classes before `limit`; there must be one.
+  // The transfer from which the next block is to be taken, among the classes before `limit`. Requires
+  // has_before(limit).
   const std::shared_ptr<Transfer>& front(Class limit = class_count);
 
-  // The same if this is the first of its request's transfers; else null.
+  // `transfer` itself if it is the first of its request's transfers in line, otherwise null.
   std::shared_ptr<Transfer> find(const Transfer& transfer) const;
 
-  // What was taken from a transfer that front() or find() gave; exhausted, it leaves. Returns its class.
+  // Record that bytes were taken from a transfer returned by front() or find(). An exhausted transfer leaves the line.
+  // Returns its class.
   Class took(const Transfer& transfer, uint64_t nbytes, bool exhausted);
 
  private:
+  // A request in line.
   struct Turn {
     Class in;
     std::deque<std::shared_ptr<Transfer>> transfers;
-    uint64_t left_nbytes = turn_nbytes;
+    uint64_t left_nbytes = turn_nbytes;  // of its present turn
   };
   using Ring = std::list<Turn>;
 
   Class next_class(Class limit) const;
 
   Ring rings_[class_count];
-  uint32_t served_[class_count] = {};  // blocks in a row, while a later class had to wait
-  uint64_t owed_nbytes_ = 0;           // that are others' before the next block in the background
+  uint32_t served_[class_count] = {};  // blocks of each class since a later class last got one
+  uint64_t owed_nbytes_ = 0;           // bytes that other classes may take before the next background block
   std::unordered_map<const Request*, Ring::iterator> requests_;
 };
 

@@ -29,6 +29,7 @@ Plan::Plan(const PlanInput& input, const Segments& segments)
   body_end_ = first < last ? last - input.offset : nbytes_;
 }
 
+// Whether `rest`, a gap or the rest of one, is not read.
 bool Plan::is_passed_over(const Segments::Piece& rest) const {
   if (!rest.is_gap() || input_.all_wanted) return false;
   const uint64_t end = rest.begin + rest.nbytes;
@@ -38,7 +39,7 @@ bool Plan::is_passed_over(const Segments::Piece& rest) const {
   return align_up(input_.offset + rest.begin, page) + page <= input_.offset + end;
 }
 
-// Whether a row, from here on, is all that its pages are read for.
+// Whether no wanted data follows in the last page of `rest`, which is a row of a table or the rest of one.
 bool Plan::is_alone(const Segments::Piece& rest) const {
   if (!input_.rows) return false;
   return rest.begin + rest.nbytes == nbytes_ || is_passed_over((*segments_)[rest.segment + 1]);
@@ -47,14 +48,14 @@ bool Plan::is_alone(const Segments::Piece& rest) const {
 uint64_t Plan::skip(uint64_t position) const {
   while (position < nbytes_) {
     const auto rest = segments_->at(position);
-    // No block of rows begins with a gap.
+    // A block of rows does not begin with a gap.
     if (!is_passed_over(rest) && !(input_.rows && rest.is_gap())) break;
     position += rest.nbytes;
   }
   return position;
 }
 
-// Bytes from here on that can go past the page cache and straight from or to a segment.
+// Bytes from this position on that can be moved by direct I/O straight from or to a segment.
 uint64_t Plan::straight_nbytes(uint64_t position) const {
   if (position < body_begin_ || position >= body_end_ || (input_.offset + position) % alignment_ != 0) return 0;
   if (input_.verified_nbytes) return 0;
@@ -67,7 +68,8 @@ uint64_t Plan::straight_nbytes(uint64_t position) const {
   return std::min(step_, usable);
 }
 
-// The same through the page cache, which asks for nothing.
+// Bytes from this position on that can be moved through the page cache straight from or to a segment. There are no
+// alignment rules.
 uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
   const auto rest = segments_->at(position);
   if (!rest.in_host() || input_.verified_nbytes) return 0;
@@ -76,7 +78,7 @@ uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
   return std::min(step_, usable);
 }
 
-// Where a bounced block ends: at `limit`, or before what is better off without a buffer or not read at all.
+// The end of a bounced block: `limit`, or the beginning of data that needs no buffer or is not read.
 uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) const {
   if (input_.verified_nbytes) return limit;
   for (size_t index = segments_->index_at(position); index < segments_->count(); ++index) {
@@ -85,9 +87,9 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     if (begin >= limit) break;
     const bool last = segment.begin + segment.nbytes == nbytes_;
     const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
-    if (segment.nbytes < least_nbytes && (!last || input_.rows)) continue;  // there may be a million of them
+    if (segment.nbytes < least_nbytes && (!last || input_.rows)) continue;  // there may be a million such segments
     if (begin > position && is_passed_over(segments_->at(begin))) {
-      // A write has no gaps; a read may end anywhere.
+      // Only a read has gaps, and a block of a read may end anywhere, because it is padded.
       return begin;
     }
     const uint64_t first = direct ? align_up(input_.offset + begin, alignment_) - input_.offset : begin;
@@ -97,7 +99,7 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
   return limit;
 }
 
-// Chunks are verified whole: the last one that fits is the end.
+// Chunks are verified as a whole, so a block ends with the last chunk that fits.
 uint64_t Plan::verified_end(uint64_t position, uint64_t end, uint64_t limit) const {
   if (!input_.verified_nbytes || end == nbytes_) return end;
   const uint64_t whole = align_down(end, input_.verified_nbytes);

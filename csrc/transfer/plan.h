@@ -1,28 +1,37 @@
-// How one transfer is cut into blocks: pure arithmetic, no I/O, tested on its own and exhaustively.
+// Divides one transfer into blocks. This is pure arithmetic without I/O and is tested exhaustively.
 //
-// A transfer covers [offset, offset + nbytes) of the file and the segments of as many bytes. Direct I/O wants file
-// offsets, lengths and memory addresses at multiples; what does not meet them is handled so:
+// A transfer moves [offset, offset + nbytes) of a file from or to segments: pieces of memory that have the same number
+// of bytes in total (segments.h). A block is a part of the transfer that is passed to the kernel at once. It is moved
+// straight from or to a segment, or it is bounced: moved from or to a bounce buffer, which is aligned memory of our
+// own, with a copy between the buffer and the segments.
+//
+// Direct I/O, past the page cache, requires that file offsets, lengths and memory addresses are multiples of certain
+// numbers. The part of a transfer between its first and its last aligned file offset is the body, and the rest of it
+// are the edges, head and tail:
 //
 //   write:  | ragged head | body, aligned ................................ | ragged tail |
-//             page cache    past it, straight from a segment where that      page cache
-//                           fits, else gathered in a bounce buffer
+//             page cache    direct, straight from a segment where the       page cache
+//                           address is aligned, else by a bounce buffer
 //
 //   read:   | head        | body, aligned ................................ | tail        |
-//             padded        past the page cache, straight into a segment     padded
-//             bounce        where that fits, else scattered from a buffer    bounce
+//             padded        direct, straight into a segment where the       padded
+//             bounce        address is aligned, else by a bounce buffer     bounce
 //
-// The ragged edges of a write go through the page cache because only the kernel can change part of a sector
-// without losing a neighbour's concurrent change. They cover whole pages, so that no page is ever written both
-// ways. A padded read takes the whole sectors and copies out what was asked for.
+// The edges of a write go through the page cache because only the kernel can change a part of a sector without losing a
+// concurrent change of another part. The body of a write begins and ends at page boundaries, so no page is written both
+// through the page cache and past it. An edge of a read is padded: the whole sectors are read into a bounce buffer, and
+// the requested bytes are copied from it.
 //
-// A segment is used as it is where it has enough bytes to be worth a block; shorter neighbours share a bounce buffer.
-// A read passes over gaps that are worth it. Rows of a table are far apart: of them it reads those pages that hold
-// something wanted, each once, and a row that is alone in its pages goes straight to its place where it may.
+// A segment is used in place if it has enough bytes to be worth a block; shorter neighbours share a bounce buffer. A
+// segment may be a gap, which is a range of the file that the caller does not want. A read passes over gaps that are
+// long enough. The rows of a table are far apart: a gather reads only pages that hold wanted bytes, each page once, and
+// a row that is alone in its pages is read straight into its memory if its alignment permits.
 //
-// Memory of a GPU cannot be given to the kernel: every block of it has a bounce buffer and a copy whichever way it
-// goes. With cuFile the body goes directly, wherever it begins in memory.
+// GPU memory cannot be passed to the kernel, so each block of GPU memory is bounced, with a copy between the buffer and
+// the GPU. With cuFile the body is moved directly, at any GPU address.
 //
-// What is to be verified before anybody gets it is read in whole chunks, and into bounce buffers.
+// Chunks are parts of the file with one CRC-32 each (checksums.h). Data that must be verified before the caller's
+// memory receives it is read in whole chunks, into bounce buffers.
 #pragma once
 
 #include <cstdint>
@@ -32,52 +41,58 @@
 namespace tensorferry {
 
 struct PlannedBlock {
-  bool direct = false;     // past the page cache
-  bool bounced = false;    // through a bounce buffer; else straight from or to the caller's memory
-  bool rows = false;       // several of a table, which the page cache holds: each straight to its place
-  uint64_t begin = 0;      // first byte of the transfer that this block carries
-  uint64_t nbytes = 0;     // bytes of the transfer that it carries
-  uint64_t io_offset = 0;  // what the kernel is asked to move: for a padded read more than nbytes
+  bool direct = false;  // past the page cache
+  // Through a bounce buffer; false: straight from or to the caller's memory.
+  bool bounced = false;
+  // Several rows of a table that the page cache holds. Each row is read straight into its memory.
+  bool rows = false;
+  uint64_t begin = 0;   // first byte of the block, relative to the transfer
+  uint64_t nbytes = 0;  // bytes of the transfer in the block
+  // The range of the file that is passed to the kernel. It is longer than nbytes for a padded read. For a block of
+  // rows, io_nbytes counts only the rows, without the gaps.
+  uint64_t io_offset = 0;
   uint64_t io_nbytes = 0;
 };
 
 struct PlanInput {
   bool write = false;
-  bool direct = false;  // false: everything through the page cache
-  bool cufile = false;  // which moves the body of a GPU's memory
-  uint64_t offset = 0;  // in the file
-  uint32_t memory_alignment = 1;
-  uint32_t offset_alignment = 1;
-  uint32_t page_nbytes = 4096;
-  uint64_t block_nbytes = 1;
-  uint64_t bounce_nbytes = 1;  // the longest bounced block; at least two alignments
-  uint64_t verified_nbytes =
-      0;                    // of the chunks that a read verifies; bounce_nbytes has room for one and two alignments
-  bool all_wanted = false;  // gaps as well, for their checksums
-  bool rows = false;        // of a table: no page is read that holds nothing wanted
-  bool cached = false;      // the page cache holds all of it
+  bool direct = false;            // false: everything goes through the page cache
+  bool cufile = false;            // cuFile moves the body of GPU memory
+  uint64_t offset = 0;            // in the file
+  uint32_t memory_alignment = 1;  // direct I/O requires multiples of this as memory addresses,
+  uint32_t offset_alignment = 1;  // and of this as file offsets and lengths
+  uint32_t page_nbytes = 4096;    // the body of a write begins and ends at multiples of this
+  uint64_t block_nbytes = 1;      // the longest block straight from or to memory
+  uint64_t bounce_nbytes = 1;     // the longest bounced block; at least 2 * offset_alignment
+  // The length of the chunks that a read verifies before the caller's memory receives them; 0: none. bounce_nbytes must
+  // then be at least verified_nbytes + 2 * offset_alignment.
+  uint64_t verified_nbytes = 0;
+  bool all_wanted = false;  // read gaps as well, for their checksums
+  bool rows = false;        // rows of a table: read no page without wanted bytes
+  bool cached = false;      // the page cache holds the whole range
 };
 
 class Plan {
  public:
-  // Shorter ones are copied together with their neighbours, and gaps are read with them.
+  // Shorter segments are bounced together with their neighbours.
   static constexpr uint64_t min_straight_nbytes = uint64_t{128} << 10;
+  // Shorter gaps are read together with the segments around them.
   static constexpr uint64_t min_gap_nbytes = uint64_t{64} << 10;
 
   Plan() = default;
   // The segments must outlive the plan.
   Plan(const PlanInput& input, const Segments& segments);
 
-  // The block that begins at `position`, which is skip(0) or what skip() makes of the end of the block before.
+  // The block that begins at `position`, which must be skip(0), or skip(end of the previous block).
   PlannedBlock block_at(uint64_t position) const;
 
-  // Where the next block begins: behind a gap that is not to be read.
+  // The position at which the next block begins: `position`, or the end of the gap there if that gap is not read.
   uint64_t skip(uint64_t position) const;
 
-  // The same block if it goes through the page cache after all.
+  // A block with the bytes of `block` that goes through the page cache.
   PlannedBlock buffered(const PlannedBlock& block) const;
 
-  // Whether some block goes through the page cache.
+  // Whether any block of the plan goes through the page cache.
   bool uses_buffered() const;
 
  private:
@@ -91,11 +106,11 @@ class Plan {
   PlanInput input_;
   const Segments* segments_ = nullptr;
   uint64_t nbytes_ = 0;
-  uint64_t alignment_ = 1;   // of direct blocks in the file
-  uint64_t body_begin_ = 0;  // relative to the transfer
+  uint64_t alignment_ = 1;   // of the body's blocks in the file
+  uint64_t body_begin_ = 0;  // these two are relative to the transfer
   uint64_t body_end_ = 0;
-  uint64_t step_ = 1;  // bytes of a block straight from or to memory
-  uint64_t bounce_step_ = 1;
+  uint64_t step_ = 1;         // the longest block straight from or to memory
+  uint64_t bounce_step_ = 1;  // the longest bounced block
 };
 
 }  // namespace tensorferry

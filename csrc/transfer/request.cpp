@@ -13,12 +13,12 @@
 namespace tensorferry {
 namespace {
 
-// Files whose directories are still to be synced.
+// The limit of files that are kept open until their directories are synced.
 constexpr size_t max_kept_open = 64;
 
 }  // namespace
 
-// All behind the last byte written is cut off: see write_order.h.
+// Truncates everything behind the last byte written: see write_order.h.
 class Request::Cut final : public OrderedWrite {
  public:
   Cut(std::shared_ptr<Request> request, const File& file, uint64_t size)
@@ -28,7 +28,7 @@ class Request::Cut final : public OrderedWrite {
 
  private:
   const std::shared_ptr<Request> request_;
-  const File& file_;  // of a use that waits for this
+  const File& file_;  // belongs to a use that waits for this cut
 };
 
 Request::Request(std::shared_ptr<Scheduler> scheduler, const RequestOptions& options)
@@ -67,7 +67,7 @@ void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
     Use& use = use_of(transfer->file(), transfer->lane());
     ++use.to_come;
     use.begin = std::min(use.begin, transfer->begin());
-    auto& end = ends_[transfer->identity()];  // also where the file is cut by another of its names only
+    auto& end = ends_[transfer->identity()];  // needed even if only another path of the file is truncated
     end = std::max(end, transfer->end());
     cuts_any_ = cuts_any_ || cuts(*transfer->file());
     use.nbytes += transfer->nbytes();
@@ -119,7 +119,7 @@ void Request::seal() {
     if (std::exchange(sealed_, true)) return;
     for (auto& [file, use] : uses_) {
       if (std::exchange(use->sealed, true)) continue;
-      use->failed = true;  // not all of it has come
+      use->failed = true;  // not all transfers were added
       incomplete_.insert(file->identity());
       given_up.push_back(file);
     }
@@ -148,7 +148,7 @@ void Request::one_over(const File& file) {
     ready = count_down(file);
   }
   if (!ready) return;
-  // All of its transfers were over before: until it is closed it counts itself.
+  // The file's transfers are no longer outstanding, so the use itself counts as outstanding until the file is closed.
   ready->counted_in = ready->lane;
   scheduler()->one_more(*ready->lane);
   change([&](auto& jobs) { make_ready(std::move(ready), jobs); });
@@ -179,9 +179,9 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
     }
   }
   if (ready) {
-    ready->counted_in = transfer.lane();  // in the transfer's place
+    ready->counted_in = transfer.lane();  // the use is now outstanding in place of the transfer
   } else {
-    // Before the request can be done: who sees that finds nothing of it outstanding.
+    // Count down before the request can be done: a caller that sees it done must find nothing of it outstanding.
     scheduler()->one_less(*transfer.lane());
   }
   change([&](auto& jobs) {
@@ -201,7 +201,7 @@ void Request::change(Change change) {
     if (open_ == 0) {
       for (auto& [directory, uses] : std::exchange(directories_, {})) {
         auto lane = uses.front()->lane;
-        auto shared = std::make_shared<Uses>(std::move(uses));  // a function can be copied
+        auto shared = std::make_shared<Uses>(std::move(uses));  // std::function requires a copyable callable
         jobs.push_back(job_of(std::move(lane), [this, directory, shared] { sync_names(directory, *shared); }));
       }
     }
@@ -220,7 +220,8 @@ Request::Job Request::job_of(std::shared_ptr<Lane> lane, std::function<void()> a
           }};
 }
 
-// Syncs are made side by side; what takes no time, one after the other.
+// If files are settled in parallel, each use has a job. Otherwise one job settles all ready uses of a lane, because the
+// operations take hardly any time.
 void Request::make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs) {
   const auto lane = use->lane;
   auto& ready = ready_[lane];
@@ -254,7 +255,8 @@ bool Request::settle_files() {
   return true;
 }
 
-// Of this lane; of any for the caller, who has but one file.
+// Take a ready use of this lane, or return null if there is none. A null `lane` means any lane. The thread of a
+// blocking call passes null, because its request has only one file.
 std::unique_ptr<Request::Use> Request::take_ready(const std::shared_ptr<Lane>& lane) {
   std::lock_guard lock(mutex_);
   auto found = lane ? ready_.find(lane) : ready_.begin();
@@ -280,7 +282,7 @@ bool Request::settle_file(std::unique_ptr<Use> use) {
   }
   bool kept = false;
   if (done.directory) {
-    // One descriptor is enough for a directory, and so many for all.
+    // One open descriptor suffices for each directory, and the number of directories with one is limited.
     std::lock_guard lock(mutex_);
     Uses& there = directories_[*done.directory];
     kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);
@@ -292,7 +294,7 @@ bool Request::settle_file(std::unique_ptr<Use> use) {
     if (done.fault) record(*use, std::move(*done.fault));
     if (done.directory) directories_[*done.directory].push_back(std::move(use));
   }
-  use.reset();  // and with it the lease
+  use.reset();  // releases the lease as well
   scheduler->one_less(*counted_in);
   std::lock_guard lock(mutex_);
   --open_;
@@ -354,9 +356,11 @@ void Request::announce() {
   std::vector<Listener> listeners;
   {
     std::lock_guard lock(mutex_);
+    // done_ is set under the lock, so neither wait_for() nor notify() can miss the end of the request. The release
+    // order publishes faults_ to threads that see done().
     done_.store(true, std::memory_order_release);
     scheduler_.reset();
-    ready_.clear();  // who keeps the request must not keep its lanes
+    ready_.clear();  // a request that is still referenced must not keep its lanes
     listeners.swap(listeners_);
     finished_.notify_all();
   }

@@ -1,9 +1,12 @@
-// One call of a user: transfers, handed over at once or bit by bit, and what is to be done with their files when the
-// bytes are where they belong. It is done when all of that is.
+// One call of a user: its transfers, submitted at once or bit by bit, and the operations on their files after the data
+// has moved. The request is done when all transfers and all operations on files are.
 //
-// What is done with a file, once for each file of the request and in this order: cut it, make it durable, close it; and
-// when all files are through, make the names durable that the request made, once for each directory. All of this may
-// block, so helpers do it, or the caller of a blocking call; a thread that drives a queue never does.
+// Each file is truncated, made durable and closed, as far as the options ask for it, once and in this order. After
+// that, the names of the files that the request created are made durable by one sync of each directory. All of this may
+// block. The helper threads of the file's lane (lane.h) do it, or the caller's thread in a blocking call, but never a
+// worker.
+//
+// A file is sealed once it gets no more transfers, and the request is sealed once it gets no more transfers at all.
 #pragma once
 
 #include <atomic>
@@ -34,11 +37,12 @@ class Transfer;
 
 struct RequestOptions {
   bool write = false;
-  bool truncate = false;     // after success, cut each file behind the last byte written; else those replaced() only
+  // After success, truncate each file behind the last byte written; false: only files that are replaced().
+  bool truncate = false;
   bool sync = false;         // data, sizes and new names durable before the request is done
-  bool sync_names = true;    // else not the names
+  bool sync_names = true;    // with `sync`; false: make the data durable, but not the names of new files
   bool close_files = false;  // the files were opened for this request
-  bool background = false;   // let others go first
+  bool background = false;   // requests that are not in the background go first
 };
 
 class Request : public std::enable_shared_from_this<Request> {
@@ -50,121 +54,142 @@ class Request : public std::enable_shared_from_this<Request> {
   const RequestOptions& options() const { return options_; }
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  // Bytes of all its transfers so far.
+  // The bytes of all transfers so far.
   uint64_t nbytes() const { return nbytes_.load(std::memory_order_relaxed); }
 
-  // Returns whether it is done.
+  // Wait until the request is done. Returns false if it is not done when the timeout expires.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  // Blocks that have not been handed to the kernel never will be, and no file is cut any more; the request ends, with
-  // ECANCELED, when those that have been are done.
+  // Cancel the request: blocks that were not yet passed to the kernel are dropped, and no file is truncated any more.
+  // Once the blocks that the kernel has are done, the request ends with ECANCELED, unless nothing was dropped.
   void cancel() { canceled_.store(true, std::memory_order_relaxed); }
   bool canceled() const { return canceled_.load(std::memory_order_relaxed); }
 
-  // What went wrong with which of its transfers, by their positions in the call. Valid once done.
+  // The faults, by the positions of their items in the call. Valid once the request is done.
   const std::map<size_t, Fault>& faults() const { return faults_; }
-  const Fault* fault() const { return faults_.empty() ? nullptr : &faults_.begin()->second; }  // the first
+  // The fault with the lowest position; null if there is none.
+  const Fault* fault() const { return faults_.empty() ? nullptr : &faults_.begin()->second; }
 
-  // Calls `listener` when done, at once if it is already. It must not block, nor keep the request.
+  // Call `listener` when the request is done, or at once if it is done already. The listener must not block or hold a
+  // reference to the request.
   using Listener = std::function<void()>;
   void notify(Listener listener);
 
   // --- for the scheduler ---
 
-  // Before the transfers are handed over.
+  // Add transfers to the request, before they are submitted.
   void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
-  // What cuts a file of which no transfer comes any more, to enter the order of writes right behind them: else a write
-  // that was submitted later could end before it. Null where the file is not cut, or that was asked for before. Once
-  // it may begin, turn_has_come().
+  // Return the truncation ("cut") of a file that gets no more transfers. The caller must enter it in the WriteOrder
+  // directly behind the file's transfers: a write of another request that entered in between could end before the
+  // truncation, which would then cut off what was written. Its turn_has_come() must be called once it may begin; until
+  // then the request is not done. Returns null if this request does not truncate the file, or if next_cut() returned
+  // the truncation before.
   std::shared_ptr<OrderedWrite> next_cut(const File& file);
 
-  // The same for the only transfer, which ends at `end`, before it was added; seal() is to be told once it has begun.
+  // Return the truncation of `file` at the file offset `end`, or null if this request does not truncate the file. This
+  // is for a request with a single transfer, which ends at `end` and is not yet added. Once the WriteOrder has let the
+  // truncation begin, pass it to seal().
   std::shared_ptr<OrderedWrite> cut_behind(const File& file, uint64_t end);
 
-  // No transfer of this file comes any more; of no file. A file that was not sealed is given up: it is closed only.
-  // Whoever drops a request that was not sealed must cancel and seal it.
+  // Seal one file: it gets no more transfers. `begun` is its truncation, if that has entered the WriteOrder and may
+  // begin.
   void seal(const File& file, std::shared_ptr<OrderedWrite> begun = nullptr);
+  // Seal the request: it gets no more transfers. Files that were not sealed before are closed, but not truncated or
+  // synced, because some of their transfers are missing. Code that drops an unsealed request must cancel and seal it
+  // first.
   void seal();
-  bool sealed();
+  bool sealed();  // whether seal() was called
 
-  // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled, since
-  // who waits for descriptors waits for what is outstanding.
-  // `lease` on its file is kept until then.
+  // Record that a transfer has ended, and tell the scheduler that it is no longer outstanding. The last transfer of a
+  // file stays outstanding until the operations on the file are done, because a caller that needs a free descriptor
+  // waits for outstanding transfers. `lease` keeps the file open until then. `file` only identifies the file.
   void transfer_ended(const Transfer& transfer, const File* file, File::Lease lease);
 
-  // Whether anything is to be done with the files.
+  // Whether the request has operations on its files.
   bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
 
-  // A transfer of this file was refused: the file is not to be cut, and not called durable.
+  // Record that a transfer of this file was refused: the file must not be truncated or reported as durable.
   void refuse(const std::shared_ptr<File>& file);
 
-  // Does what is due with files, and tells everybody if the request is over by that. Blocks. Helpers do this by
-  // themselves; after leave_to_caller() the caller calls it, until it returns true: false says that a signal came (see
+  // For a blocking call with one file. leave_to_caller() declares that the caller's thread runs the operations on
+  // files, instead of helpers. After the transfer has ended, that thread calls settle_files() until it returns true.
+  // This runs the operations, which may block, and ends the request. It returns false if a signal arrived (see
   // InterruptionsReturned).
   bool settle_files();
   void leave_to_caller();
 
-  // Null once done.
+  // Null once the request is done.
   std::shared_ptr<Scheduler> scheduler();
 
-  // Of the process in which it was made.
+  // The fork generation of the process that made the request.
   uint64_t fork_generation() const { return fork_generation_; }
 
  private:
-  // Cutting a file, in its turn among the writes to what is cut off.
+  // The truncation of a file, as a member of the order of writes.
   class Cut;
 
-  // What the request does with one file. It is in uses_ as long as something of it is to come, then ready at its lane,
-  // and over when a helper (or the caller) has settled it; or when its directory has been synced, if it made a name.
+  // The operations on one file. A Use is in uses_ while the file has unfinished transfers, then in ready_ under its
+  // lane. It ends when a helper (or the caller) has settled it, which means that the operations have run, or, if the
+  // file's name must be made durable, when the directory is synced.
   struct Use {
     std::shared_ptr<File> file;
     std::shared_ptr<Lane> lane;
     File::Lease lease = {};
-    std::shared_ptr<OrderedWrite> cut = nullptr;
-    uint64_t begin = UINT64_MAX;
-    uint64_t nbytes = 0;
+    std::shared_ptr<OrderedWrite> cut = nullptr;  // the truncation
+    uint64_t begin = UINT64_MAX;                  // the lowest file offset of the transfers
+    uint64_t nbytes = 0;                          // of all transfers
     uint64_t moved_nbytes = 0;
-    size_t index = SIZE_MAX;  // of its first transfer
-    size_t to_come = 1;       // what has to end before its turn comes: transfers, its cut's turn, its seal
-    bool sealed = false;      // no transfer is still to come
+    size_t index = SIZE_MAX;  // the lowest position of a transfer in the call
+    size_t to_come = 1;       // events to wait for: the end of each transfer, the turn of the cut, the seal
+    bool sealed = false;      // no further transfer will be added
     bool failed = false;
-    std::shared_ptr<Lane> counted_in = nullptr;  // where it is outstanding, once its turn has come
+    std::shared_ptr<Lane> counted_in = nullptr;  // the lane in which this use is outstanding, once it is ready
   };
 
   using Uses = std::vector<std::unique_ptr<Use>>;
+  // A function for a helper thread of the lane.
   struct Job {
     std::shared_ptr<Lane> lane;
     std::function<void()> action;
   };
 
-  // What has been done with a file.
+  // The outcome of the operations on a file.
   struct Done {
-    bool interrupted = false;  // by a signal: it is to be done again
+    bool interrupted = false;  // by a signal: the operations must be run again
     std::optional<Fault> fault = std::nullopt;
-    std::optional<std::string> directory = std::nullopt;  // which is still to be synced, for the file's name
+    std::optional<std::string> directory = std::nullopt;  // directory to be synced for the file's name
   };
 
   bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
-  bool side_by_side() const { return options_.sync || cuts_any_; }  // with mutex_ held
+  // Whether several helpers settle files in parallel, because syncing and truncating take long. Requires mutex_.
+  bool side_by_side() const { return options_.sync || cuts_any_; }
   Use& use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane);
 
-  // With mutex_ held: of what a use waited for one is over. Null: it waits for more.
+  // Record that one of the events that the file's use waits for has occurred. If it was the last one, returns the use
+  // and removes it from uses_; otherwise returns null. Requires mutex_.
   std::unique_ptr<Use> count_down(const File& file);
+  // Lock mutex_ and count down for an event other than the end of a transfer. If it was the last event, make the use
+  // ready and count it as outstanding.
   void one_over(const File& file);
 
-  // Makes a change with the lock held, and then without it does what follows: posts jobs, or tells that all is over.
+  // Call `change` with a list of jobs and mutex_ held. Then, without the lock, post the jobs that it has added to the
+  // list, or announce the end of the request if nothing is open any more.
   template <typename Change>
   void change(Change change);
-  // With mutex_ held: its turn has come; what is to be posted.
+  // Move a use to ready_, after all its events have occurred, and add a job that settles it if none will. Requires
+  // mutex_.
   void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);
+  // A job that runs `action`. The request is not done before the job has ended. Requires mutex_.
   Job job_of(std::shared_ptr<Lane> lane, std::function<void()> action);
 
   std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
-  bool settle_file(std::unique_ptr<Use> use);  // false: a signal came
+  bool settle_file(std::unique_ptr<Use> use);  // false: a signal arrived
+  // Run the operations on the use's file. Without `cut`, the file is not truncated.
   Done act_on_file(Use& use, bool cut) const;
   void sync_names(const std::string& directory, const Uses& uses);
   void record(const Use& use, Fault fault);
+  // End the request: wake threads in wait_for(), and call the listeners.
   void announce();
 
   const uint64_t id_;
@@ -178,17 +203,19 @@ class Request : public std::enable_shared_from_this<Request> {
   std::condition_variable finished_;
   std::shared_ptr<Scheduler> scheduler_;
   bool sealed_ = false;
-  bool by_caller_ = false;  // who settles what is ready, and no helper does
+  bool by_caller_ = false;  // the caller settles ready files, not helpers
   bool cuts_any_ = false;
-  // What has to end before the request does: the seal, transfers, uses, jobs, and the caller's settling. Names are made
-  // durable when nothing else is left.
+  // The number of unfinished parts: the seal, transfers, uses, jobs, and the caller's settling. At zero, jobs are added
+  // that sync the directories_; if there are none, the request is done.
   size_t open_ = 1;
   std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
   std::map<std::shared_ptr<Lane>, std::deque<std::unique_ptr<Use>>> ready_;
-  // By identity, since one file may go by several names: where it is to be cut; of which not all was written.
+  // The end of the last transfer of each file, where the file is truncated; and the files that must not be truncated,
+  // because some transfer was refused or failed. Both are by identity, since one file may have several paths.
   std::map<FileIdentity, uint64_t> ends_;
   std::set<FileIdentity> incomplete_;
-  // Where the request made names, each with the files in it, the first of which is kept open until they are durable.
+  // Directories in which the request created files, with the uses of these files. The first file of a directory stays
+  // open until the directory is synced, because syncing may need its descriptor.
   std::map<std::string, Uses> directories_;
   std::map<size_t, Fault> faults_;
   std::vector<Listener> listeners_;

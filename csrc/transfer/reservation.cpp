@@ -5,7 +5,7 @@
 namespace tensorferry {
 namespace {
 
-// Through the page cache the kernel reserves space by itself, and files up to here are not worth two calls.
+// For buffered writes the kernel reserves space itself, and files up to this size are not worth two system calls.
 constexpr uint64_t max_unreserved_nbytes = uint64_t{64} << 10;
 
 }  // namespace

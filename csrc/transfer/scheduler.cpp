@@ -15,10 +15,10 @@
 namespace tensorferry {
 namespace {
 
-// What memory has of this many bytes is copied in less time than it takes to wake another thread.
+// Cached data of this size is copied in less time than it takes to wake another thread.
 constexpr uint64_t max_cached_nbytes = uint64_t{64} << 10;
 
-// Beyond this a blocking call is left to a worker, which has several blocks in flight.
+// A larger blocking call is left to a worker, which keeps several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
 }  // namespace
@@ -38,12 +38,15 @@ Scheduler::Scheduler(const SchedulerOptions& options)
     : options_(options), fork_generation_(tensorferry::fork_generation()), lanes_(*this) {}
 
 Scheduler::~Scheduler() {
-  if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
+  // The destructor may run on the watcher's own thread, which cannot join itself.
+  if (state_ == State::abandoned) (void)watcher_.release();
 }
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
 Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
+  // An idle lane admits a request of any size, because a request with more transfers than the limit could never start
+  // otherwise.
   const auto has_room = [](const Places& wanted) {
     const size_t outstanding = wanted.lane->outstanding_;
     return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
@@ -94,7 +97,7 @@ void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers&
     requests_[request.get()] = request;
   }
   request->add(transfers);
-  // By lane: nearly always there is one.
+  // The transfers that may get in line, grouped by lane. Nearly always there is only one lane.
   std::vector<std::pair<Lane*, Transfers>> ready;
   const std::vector<bool> may_begin = enter_order(*request, transfers, last);
   for (size_t index = 0; index < transfers.size(); ++index) {
@@ -117,7 +120,7 @@ std::vector<bool> Scheduler::enter_order(Request& request, const Transfers& tran
   }
   auto may_begin = WriteOrder::enter(order);
   for (size_t index = transfers.size(); index < order.size(); ++index) {
-    if (may_begin[index]) order[index]->turn_has_come();  // the file is not sealed yet, so that it is not cut yet
+    if (may_begin[index]) order[index]->turn_has_come();  // the file is not sealed yet, so it is not truncated yet
   }
   return may_begin;
 }
@@ -126,8 +129,8 @@ void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
   if (may_line_up(transfer)) transfer->lane()->queue()->add({transfer});
 }
 
-// False for memory of a GPU that is still to be written to, or read, by what was queued before: then the transfer
-// lines up by itself when that has passed.
+// Returns whether the transfer may get in line now. Returns false if work that is queued on a GPU may still write or
+// read the transfer's memory. In that case the watcher calls line_up() once that work has completed.
 bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
   for (const auto& gate : transfer->gates()) {
     auto passed = gate->passed();
@@ -155,7 +158,7 @@ std::optional<Fault> Scheduler::prepare_for_gpus() {
 void Scheduler::refuse() {
   std::lock_guard lock(mutex_);
   if (state_ == State::open) state_ = State::refusing;
-  progress_.notify_all();  // for those who wait to be admitted
+  progress_.notify_all();  // wakes callers that wait for admission
 }
 
 bool Scheduler::wait_until_idle(std::chrono::milliseconds timeout) {
@@ -174,17 +177,18 @@ bool Scheduler::close() {
     progress_.wait(lock, [&] { return state_ != State::closing; });
     return state_ == State::closed;
   }
-  // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
+  // Something hangs in the kernel. The threads own the scheduler and end when everything has completed, or with the
+  // process.
   const bool hung = !is_idle();
   state_ = hung ? State::abandoned : State::closing;
-  progress_.notify_all();  // for those who wait to be admitted
+  progress_.notify_all();  // wakes callers that wait for admission
   if (hung) {
     lanes_.abandon();
     return false;
   }
   lock.unlock();
   lanes_.stop();
-  watcher_.reset();  // which may have been about to wake a worker
+  watcher_.reset();  // after the workers, because the watcher may have been about to wake one of them
   lock.lock();
   state_ = State::closed;
   progress_.notify_all();
@@ -211,7 +215,7 @@ void Scheduler::end_transfer(const std::shared_ptr<Transfer>& transfer) {
   });
 }
 
-// It keeps its turn among writes meanwhile, and counts as outstanding.
+// The joined transfer keeps its turn in the order of writes meanwhile, and counts as outstanding.
 void Scheduler::move_singly(Transfer& joined) {
   const TransferSpec& spec = joined.spec();
   const auto request = joined.request().shared_from_this();
@@ -244,11 +248,14 @@ void Scheduler::move_singly(Transfer& joined) {
 
 void Scheduler::tell_request(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->is_write()) WriteOrder::leave(*transfer);
-  const File* file = transfer->file().get();  // its request may know it, and then keeps it, and the lease
+  // The pointer only identifies the file. If the request has operations on it, the request holds the file and takes
+  // over the lease.
+  const File* file = transfer->file().get();
   File::Lease lease = transfer->release_file();
   Request& request = transfer->request();
   if (!request.uses_files()) {
-    // Its owner may have dropped the file meanwhile: it is closed now, which may block, and is outstanding until then.
+    // If the user has dropped the file meanwhile, releasing the lease closes the file, which may block. A helper then
+    // does it, and counts as outstanding until the file is closed.
     if (lease.is_all_that_is_left()) {
       one_more(*transfer->lane());
       transfer->lane()->help([self = shared_from_this(), lane = transfer->lane(),
@@ -257,7 +264,8 @@ void Scheduler::tell_request(const std::shared_ptr<Transfer>& transfer) {
         self->one_less(*lane);
       });
     }
-    lease = {};  // before anybody hears of the end: who then drops the file has closed it
+    // Release the lease before the end is announced: a caller that then drops the file must be the one that closes it.
+    lease = {};
   }
   request.transfer_ended(*transfer, file, std::move(lease));
 }
@@ -286,7 +294,7 @@ void Scheduler::one_more(Lane& lane) {
 
 void Scheduler::request_over(const Request& request) {
   if (!request.faults().empty()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
-  std::shared_ptr<Request> kept;  // its end may be that of this scheduler
+  std::shared_ptr<Request> kept;  // releasing it may destroy this scheduler
   {
     std::lock_guard lock(mutex_);
     ++completed_;
@@ -301,7 +309,7 @@ void Scheduler::request_over(const Request& request) {
   progress_.notify_all();
 }
 
-// On this thread, as far as it goes without copying; returns what is next.
+// Run steps on this thread up to the next one that copies. Returns that step.
 Step Scheduler::run_now(WorkBlock& block, Step step) {
   Transfer& transfer = *block.transfer;
   while (true) {
@@ -331,10 +339,10 @@ Step Scheduler::run_on(WorkBlock& block, Step step) {
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
-  if (transfer->file()->source()) return false;  // no signal interrupts it
+  if (transfer->file()->source()) return false;  // a signal cannot interrupt a source
   for (const auto& gate : transfer->gates()) {
     auto passed = gate->passed();
-    if (!passed || !*passed) return false;  // waiting for it is the watcher's work
+    if (!passed || !*passed) return false;  // the watcher waits for the gate
   }
   Request& request = transfer->request();
   const auto cut = request.cut_behind(*transfer->file(), transfer->end());
@@ -347,11 +355,11 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
     taken.step = transfer->prepare(taken.block, nullptr, statistics_);
     if (taken.step == Step::wait_for_memory || (only_cached && !move_cached(taken))) {
       taken.block.transfer.reset();
-      transfer->rewind();  // a worker can wait for it
+      transfer->rewind();  // the caller submits the transfer: a worker can wait for memory or for the device
       for (const auto& write : order) WriteOrder::leave(*write);
       return false;
     }
-    (void)transfer->count_down();  // for the block; the cursor still keeps it going
+    (void)transfer->count_down();  // counts down the block; the cursor still keeps the transfer going
   }
   request.leave_to_caller();
   request.add({transfer});
@@ -369,16 +377,16 @@ bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
   Inline taken;
   if (!try_inline(transfer, taken, true)) return false;
   (void)go_on(taken);
-  (void)transfer->request().settle_files();  // the caller opened the file, and closes it in as little time
+  (void)transfer->request().settle_files();  // the caller opened the file, and closing it takes as little time
   return true;
 }
 
-// Reads a block without waiting for a device. False if that is not possible, or not all of it came: then a worker reads
-// it again, and reports the fault if there is one.
+// Read a block without waiting for a device. Returns false if that is impossible or gave less than the whole block. A
+// worker then reads it again and reports the fault, if there is one.
 bool Scheduler::move_cached(Inline& taken) {
   if (taken.step != Step::move) return false;
   WorkBlock& block = taken.block;
-  // tmpfs does not support RWF_NOWAIT, but never waits for a device either.
+  // tmpfs does not support RWF_NOWAIT, but it never waits for a device.
   const bool in_memory = block.transfer->file()->in_memory();
   block.result = block.transfer->move_here(block, in_memory ? &execute_now : &read_cached);
   if (block.result != static_cast<int64_t>(block.nbytes)) return false;
@@ -391,7 +399,8 @@ bool Scheduler::go_on(Inline& taken) {
   if (!taken.transfer) return true;
   if (taken.step != Step::done && taken.transfer->request().canceled()) {
     taken.step =
-        taken.transfer->look_at_result(taken.block, statistics_);  // it was interrupted, and is not tried again
+        // The block was interrupted (EINTR). Since the request was cancelled, this fails the block.
+        taken.transfer->look_at_result(taken.block, statistics_);
   }
   taken.step = run_on(taken.block, taken.step);
   if (taken.step != Step::done) return false;
@@ -404,7 +413,7 @@ bool Scheduler::go_on(Inline& taken) {
 void Scheduler::drive(WorkBlock& block) {
   Step step;
   while ((step = block.transfer->prepare(block, nullptr, statistics_)) == Step::wait_for_memory) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));  // the workers give theirs back
+    std::this_thread::sleep_for(std::chrono::microseconds(100));  // until a worker releases bounce memory
   }
   run_to_end(block, step);
 }
@@ -414,14 +423,15 @@ void Scheduler::run_to_end(WorkBlock& block, Step step) {
   block.bounce.reset();
 }
 
-// Copies out of the page cache scale with threads.
+// The calling thread helps the workers, because several threads copy out of the page cache faster than one.
 bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout) {
   if (!transfer->is_shared()) return true;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   WorkBlock block;
   while (transfer->lane()->queue()->take_block(block, nullptr, transfer.get())) {
     const Step step = block.transfer->prepare(block, nullptr, statistics_);
-    if (step == Step::wait_for_memory) {  // which what hangs may have: nothing that a caller waits for
+    // A hung transfer may hold the bounce memory forever, so a helper waits for the memory in place of the caller.
+    if (step == Step::wait_for_memory) {
       transfer->lane()->help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
         self->drive(*block);
         self->drop(*block);

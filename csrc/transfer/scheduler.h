@@ -1,8 +1,9 @@
-// Admission, outstanding transfers, and how they end.
+// Admission of transfers, the limit of outstanding ones, and how they end.
 //
-// A transfer is admitted first. From then on closing waits for it; transfers that come later are refused. An admitted
-// transfer gets in line in its device's lane (lanes.h). There a worker with room takes the block that is next in line,
-// so blocks spread over workers by themselves, and one request's last blocks are in flight together with another's.
+// A transfer is first admitted, which means that it is counted as outstanding in the lane of its device (lane.h).
+// close() waits for all outstanding transfers, and admits no further ones. A submitted transfer then gets in line in
+// its lane. A worker there with a free slot takes the block that is next in line. Blocks therefore spread over the
+// workers, and the last blocks of one request are in flight together with the first ones of the next.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,7 @@
 
 namespace tensorferry {
 
-// What is on its way at any moment where each byte takes so long, at the speed of a fast network: 4 GB/s.
+// The bytes that must be in flight to use a fast network, of 4 GB/s, with the given latency.
 inline uint64_t nbytes_on_their_way(std::chrono::nanoseconds latency) {
   return 4 * static_cast<uint64_t>(latency.count());
 }
@@ -37,23 +38,25 @@ inline uint64_t nbytes_on_their_way(std::chrono::nanoseconds latency) {
 struct SchedulerOptions {
   std::string engine;  // empty: the first that works
   uint64_t block_nbytes = uint64_t{1} << 20;
-  uint64_t large_block_nbytes = uint64_t{1} << 20;  // for requests of many such blocks for each worker
-  uint32_t queue_depth = 128;
-  uint32_t worker_count = 1;
-  bool single_submit = false;
-  uint32_t copier_count = default_copier_count();  // threads that copy beside the workers of a device
-  size_t max_lanes = 16;                           // devices beyond share the lanes of others
-  std::chrono::milliseconds idle_patience{5000};   // after which a lane that nobody uses is given back
+  uint64_t large_block_nbytes = uint64_t{1} << 20;  // for large requests: see block_nbytes_for()
+  uint32_t queue_depth = 128;                       // of each worker's engine, in blocks
+  uint32_t worker_count = 1;                        // of each queue
+  bool single_submit = false;                       // one system call for each block
+  uint32_t copier_count = default_copier_count();   // threads for each device that copy concurrently with its workers
+  size_t max_lanes = 16;                            // further devices share lanes
+  std::chrono::milliseconds idle_patience{5000};    // an unused lane is destroyed after this time
 
-  // None where workers, callers and the kernel's own work keep all processors busy: on two, blocks that were copied
-  // beside the worker made a transfer slower by a tenth, and cost a fifth more. More than memory can serve are no use.
+  // Half of the processors less one, and at most three. On two processors there is none, because workers, callers and
+  // the kernel's own work keep both busy: copying concurrently with the worker made a transfer a tenth slower and cost
+  // a fifth more CPU time. More than three would be useless, because together they use the memory bandwidth.
   static uint32_t default_copier_count() {
     return std::min(std::max(std::thread::hardware_concurrency() / 2, 1u) - 1, 3u);
   }
 
-  // Of one worker, in blocks from and to callers' own memory. With the default sizes less than the queue would hold:
-  // eight large blocks keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no
-  // more before itself. Where a read takes as long as `latency` with nothing before it, as many as that asks for.
+  // The limit of the bytes that one worker has in flight in blocks straight from or to callers' memory. It is less than
+  // a full queue of large blocks: eight large blocks keep a drive as busy as a full queue does (measured: 2.3 GB/s with
+  // 32 MiB and with 128), and a small request waits behind fewer bytes. The limit is higher if a single read takes a
+  // long `latency`.
   uint64_t max_in_flight_nbytes(std::chrono::nanoseconds latency) const {
     const uint64_t all = queue_depth * block_nbytes;
     if (large_block_nbytes <= block_nbytes) return all;
@@ -68,10 +71,11 @@ struct EngineRefusal {
 
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
-  // The most outstanding transfers of one lane; further submissions to it wait.
+  // The maximum number of outstanding transfers of one lane. Further submissions wait.
   static constexpr size_t max_outstanding = 16384;
 
-  // Null when no engine could be had: `refusals` then says why. It also names those passed over.
+  // Create a scheduler with the first engine that works; null if none does. `refusals` gets the engines that were tried
+  // before, with the reasons why they do not work.
   static std::shared_ptr<Scheduler> create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals);
 
   ~Scheduler();
@@ -80,7 +84,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   const SchedulerOptions& options() const { return options_; }
   Statistics& statistics() { return statistics_; }
 
-  // Large requests go in large blocks: fewer submissions, same bytes in flight.
+  // The block size for a request of this size. With large blocks a large request needs fewer submissions, and has the
+  // same bytes in flight.
   uint64_t block_nbytes_for(uint64_t request_nbytes) const {
     const bool large = request_nbytes / options_.worker_count >= 16 * options_.large_block_nbytes;
     return large ? options_.large_block_nbytes : options_.block_nbytes;
@@ -89,89 +94,95 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   enum class Admission { admitted, full, closed };
 
-  // So many transfers of a lane.
+  // A number of transfers in one lane.
   struct Places {
     std::shared_ptr<Lane> lane;
     size_t count;
   };
 
-  // Counts them as outstanding, as soon as so many may be in each of the lanes, or says why not when time is over. Each
-  // is to be handed over or, if nothing becomes of it, taken back.
+  // Wait until every lane has room for its transfers, and count them as outstanding (`admitted`). Returns `full`,
+  // counting nothing, if the timeout expires first, and `closed` if the scheduler accepts no more transfers. An
+  // admitted transfer must later be submitted, or its place be given up by take_back().
   Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout);
   void take_back(const std::vector<Places>& places);
 
-  // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
+  // Wait until an outstanding transfer ends; false on timeout. Returns true at once if none is outstanding.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
-  // That of a device, as File::device() tells it. Where there may be no further lane, another device's.
+  // The lane of a device (File::device()); at the limit of lanes, another device's.
   std::shared_ptr<Lane> lane_of(uint64_t device) { return lanes_.of(device); }
   size_t lane_count() const { return lanes_.count(); }
 
-  // To be called, with success, before transfers of GPU memory are handed over.
+  // Start the watcher, a thread that waits for GPUs (device/watcher.h), unless it is running. This must succeed before
+  // transfers of GPU memory are submitted and before watcher() is called.
   std::optional<Fault> prepare_for_gpus();
-
-  // Once prepared for GPUs.
   cuda::Watcher& watcher() { return *watcher_; }
 
-  // Hands over transfers of a request, which have been admitted. Of the files in `last` no others will come: they are
-  // sealed.
+  // Submit admitted transfers of a request. The files in `last` get no further transfers: they are sealed.
   void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
               const std::vector<std::shared_ptr<File>>& last = {});
 
-  // For blocking calls: takes on a small transfer here and now, without another thread, and returns whether it did. If
-  // not, submit it; then share() works on it beside the workers where that helps. If so, the request is sealed; go on
-  // with it, and then settle it.
+  // A small transfer that the thread of a blocking call runs itself, with its block and the block's next step.
   struct Inline {
     std::shared_ptr<Transfer> transfer;
     WorkBlock block;
     Step step = Step::done;
   };
-  // `only_cached`: what would wait for a device is not taken on.
+  // For a blocking call: begin to run the only transfer of a request on this thread, and return whether that is
+  // possible. If true, the transfer is added to the request and the request is sealed; call go_on(), and after it
+  // Request::settle_files(). If false, submit the transfer, and call share() to work on it together with the workers.
+  // With `only_cached`, returns false if the transfer would have to wait for a device.
   bool try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached = false);
 
-  // Does all of it, and returns true; false where a signal came: see InterruptionsReturned.
+  // Run the transfer of a successful try_inline() to its end and return true. False means that a signal arrived (see
+  // InterruptionsReturned): run the signal handlers and call go_on() again.
   bool go_on(Inline& taken);
 
-  // For calls that must not wait: the same for a small read of what is in memory. It is done then.
+  // For an asynchronous call, which must not wait: if the transfer is a small read of cached data, run it and its
+  // request to their end on this thread. Returns whether it did.
   bool try_cached(const std::shared_ptr<Transfer>& transfer);
 
-  // A submitted write no longer has to wait for another.
+  // Put a submitted transfer in its lane's line, at once or as soon as the work that is queued for its GPU memory has
+  // completed. Called for a write once it no longer has to wait for an overlapping one.
   void line_up(const std::shared_ptr<Transfer>& transfer);
 
-  // Returns true when nothing is left to take, false when time is over.
+  // Copy cached blocks of a submitted transfer on this thread. Returns true when no block is left to take, false on
+  // timeout.
   bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
 
-  // Ids of requests that finished since the last call, and of what was let go of.
+  // The ids of requests that finished since the last call, and the ids that were passed to let_go() since then.
   std::vector<uint64_t> take_finished();
 
   size_t outstanding() const;
 
-  // Refuses what comes from now on. For who waits for the end in steps of his own, before `close`.
+  // Admit no more transfers from now on. This is for a caller that then waits, in steps of wait_until_idle(), before it
+  // calls close().
   void refuse();
-  // Whether nothing is outstanding, or is not any more within `timeout`.
+  // Wait until nothing is outstanding. Returns false on timeout.
   bool wait_until_idle(std::chrono::milliseconds timeout);
-  // Changes whenever bytes have moved or something has ended.
+  // A number that changes whenever bytes have moved or a transfer has ended.
   uint64_t progress() const;
 
-  // Ends the workers, or leaves them behind if a transfer is still outstanding. Returns whether all ended well.
+  // End the workers, or detach them if a transfer is still outstanding. Returns whether everything has ended.
   // Concurrent calls wait for the first one.
   bool close();
 
-  // Run CPU-bound jobs. help_to_copy returns false if no thread is free.
+  // Run a CPU-bound job on another thread: see the functions of Lanes with these names.
   void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return lanes_.help_to_copy(std::move(job)); }
 
-  // Something else is outstanding in a lane; that, or a transfer, is over.
+  // Count work of a lane that close() must wait for (a transfer or anything else) as outstanding, or as ended.
   void one_more(Lane& lane);
   void one_less(Lane& lane);
 
-  // All of a request is over.
+  // Forget a request that has ended completely. take_finished() will return its id.
   void request_over(const Request& request);
 
-  // Memory kept under an id of next_request_id() is needed no more.
+  // Make take_finished() return `id`, which is from next_request_id() but belongs to no request. The bindings keep the
+  // memory of an aborted stream under such an id, and release it then.
   void let_go(uint64_t id);
 
-  // After fork(2) the child has no workers, and must not wait for them.
+  // False in a forked child, which has no workers and must not wait for them.
   bool belongs_to_this_process() const;
 
  private:
@@ -180,20 +191,20 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   using Transfers = std::vector<std::shared_ptr<Transfer>>;
   explicit Scheduler(const SchedulerOptions& options);
 
-  void end_if_abandoned();  // with mutex_ held: what was left behind has come back
-  bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
+  void end_if_abandoned();  // requires mutex_: frees threads that were left behind once their work has ended
+  bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // requires mutex_
 
   bool move_cached(Inline& taken);
-  void drop(WorkBlock& block);  // settled or abandoned
+  void drop(WorkBlock& block);  // requires that the block is settled or has failed
   Step run_now(WorkBlock& block, Step step);
-  Step run_on(WorkBlock& block, Step step);  // to its end, unless a signal came
+  Step run_on(WorkBlock& block, Step step);  // runs all steps on this thread, unless a signal arrives
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
   std::vector<bool> enter_order(Request& request, const Transfers& transfers,
                                 const std::vector<std::shared_ptr<File>>& last);
-  void drive(WorkBlock& block);  // from its beginning to its end, on this thread; waits for memory
+  void drive(WorkBlock& block);  // runs the whole block on this thread, waiting for bounce memory if necessary
   void run_to_end(WorkBlock& block, Step step);
   void end_transfer(const std::shared_ptr<Transfer>& transfer);
-  void move_singly(Transfer& joined);  // blocks
+  void move_singly(Transfer& joined);  // moves each item of a failed joined transfer separately; may block
   void tell_request(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
@@ -206,7 +217,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::unordered_map<const Request*, std::shared_ptr<Request>> requests_;
   std::vector<uint64_t> finished_;
   size_t outstanding_ = 0;
-  uint64_t completed_ = 0;
+  uint64_t completed_ = 0;  // ended work and requests, for progress()
   enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
 
   Lanes lanes_;

@@ -1,7 +1,8 @@
-// The memory of one transfer: segments, one after the other as their bytes are in the file.
+// The memory of one transfer: segments in the order of their bytes in the file.
 //
-// Each is a piece of host memory or of a GPU's, of any address and length, or a gap: bytes of the file that a read
-// passes over. Of rows of a table a segment may have further places, to which its bytes are copied when they are there.
+// A segment is host memory or GPU memory of any address and length, or a gap, which is a range of the file that a read
+// passes over. A segment that is a row of a table may have copies: further places in memory to which its bytes are
+// copied after they are read.
 #pragma once
 
 #include <algorithm>
@@ -18,19 +19,19 @@ class Segments {
  public:
   static constexpr uint32_t host = UINT32_MAX;
 
-  // Bytes of one segment.
+  // A segment, or a part of one.
   struct Piece {
-    char* memory;    // null: of a gap
-    uint64_t begin;  // in the transfer
+    char* memory;    // null for a gap
+    uint64_t begin;  // relative to the transfer
     uint64_t nbytes;
-    uint32_t gate;  // whose memory it is, by its place among gates(); or host
-    size_t segment;
+    uint32_t gate;   // index in gates() for GPU memory; `host` for host memory and gaps
+    size_t segment;  // index of the segment
 
     bool is_gap() const { return memory == nullptr; }
     bool in_host() const { return gate == host && memory != nullptr; }
   };
 
-  // A further place of all of a segment's bytes, in host memory.
+  // A further place in host memory for all bytes of a segment.
   struct Copy {
     size_t segment;
     char* memory;
@@ -43,11 +44,11 @@ class Segments {
 
   void reserve(size_t count) { pieces_.reserve(count); }
 
-  // At the end. Without bytes it counts all the same.
+  // Append a segment, which may be empty.
   void add(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate = nullptr);
   void add_gap(uint64_t nbytes) { add(nullptr, nbytes); }
 
-  // They are rows of a table, far apart; copies are in the order of segments.
+  // Mark the segments as rows of a table, far apart in the file. `copies` are sorted by segment.
   void are_rows(std::vector<Copy> copies) {
     rows_ = true;
     copies_ = std::move(copies);
@@ -59,10 +60,11 @@ class Segments {
   size_t count() const { return pieces_.size(); }
   const Piece& operator[](size_t index) const { return pieces_[index]; }
 
-  // Of the GPUs whose memory is among them: each to be passed before a byte is moved.
+  // The gates of the GPU memory among the segments: points in the GPUs' work (cuda::Gate). All of them must have passed
+  // before a byte is moved.
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return gates_; }
 
-  // From this byte on to the end of its segment.
+  // The part of a segment from the byte at `position` to the segment's end.
   Piece at(uint64_t position) const {
     const Piece& found = pieces_[index_at(position)];
     const uint64_t within = position - found.begin;
@@ -70,7 +72,7 @@ class Segments {
             found.segment};
   }
 
-  // Calls `action` with each piece of a range, in order.
+  // Call `action` with each piece of a range, in order.
   template <typename Action>
   void each(uint64_t begin, uint64_t nbytes, Action action) const {
     const uint64_t end = begin + nbytes;
@@ -85,7 +87,7 @@ class Segments {
     }
   }
 
-  // Calls `action` with each further place of a piece.
+  // Call `action` with the address of each copy of a piece.
   template <typename Action>
   void each_copy(const Piece& piece, Action action) const {
     const uint64_t within = piece.begin - pieces_[piece.segment].begin;
@@ -94,7 +96,8 @@ class Segments {
     for (; copy != copies_.end() && copy->segment == piece.segment; ++copy) action(copy->memory + within);
   }
 
-  // The segment of a byte: of those that begin there the last one, since the others have no bytes.
+  // The index of the segment that contains the byte at `position`. If several segments begin there, this is the last of
+  // them, since the others are empty.
   size_t index_at(uint64_t position) const {
     if (pieces_.size() == 1) return 0;
     const auto above = std::upper_bound(pieces_.begin(), pieces_.end(), position,

@@ -1,4 +1,4 @@
-// What a scheduler counts. Every counter may be read while it grows.
+// The counters of a scheduler. Any thread may read a counter while others change it.
 #pragma once
 
 #include <array>
@@ -8,13 +8,13 @@
 
 namespace tensorferry {
 
-// A log-linear histogram of microseconds: 8 buckets for each power of two, so a percentile is at most an eighth
-// too high. (The scheme of fio and HdrHistogram.)
+// A log-linear histogram of microseconds with 8 buckets for each power of two, so a percentile is at most an eighth too
+// high. fio and HdrHistogram use the same scheme.
 class LatencyHistogram {
  public:
   void add(uint64_t microseconds) { buckets_[bucket_of(microseconds)].fetch_add(1, std::memory_order_relaxed); }
 
-  // The upper end of the bucket where `fraction` of all samples is reached; 0 without samples.
+  // The upper end of the bucket that contains the given fraction of all samples; 0 without samples.
   uint64_t percentile(double fraction) const {
     uint64_t total = 0;
     for (const auto& bucket : buckets_) total += bucket.load(std::memory_order_relaxed);
@@ -55,16 +55,16 @@ struct Statistics {
   std::atomic<uint64_t> failed_requests{0};
   std::atomic<uint64_t> read_nbytes{0};
   std::atomic<uint64_t> written_nbytes{0};
-  std::atomic<uint64_t> blocks{0};         // by the engine
-  std::atomic<uint64_t> inline_blocks{0};  // by the calling thread, or from the page cache by the worker
-  std::atomic<uint64_t> direct_nbytes{0};
-  std::atomic<uint64_t> bounced_nbytes{0};
-  std::atomic<uint64_t> buffered_nbytes{0};
-  std::atomic<uint64_t> touched_nbytes{0};  // of memory that had no pages before
-  std::atomic<uint64_t> gpu_nbytes{0};      // to or from memory of GPUs
-  std::atomic<uint64_t> gds_nbytes{0};      // of these, by cuFile
-  std::atomic<uint64_t> resumed_blocks{0};  // continued after a short read or write
-  std::atomic<uint64_t> retried_blocks{0};  // after EINTR or EAGAIN
+  std::atomic<uint64_t> blocks{0};           // moved by the engine
+  std::atomic<uint64_t> inline_blocks{0};    // moved by the calling thread, or from the page cache by the worker
+  std::atomic<uint64_t> direct_nbytes{0};    // past the page cache, straight from or to the caller's memory
+  std::atomic<uint64_t> bounced_nbytes{0};   // past the page cache, through bounce buffers
+  std::atomic<uint64_t> buffered_nbytes{0};  // through the page cache
+  std::atomic<uint64_t> touched_nbytes{0};   // memory that had no pages and got them from Transfer::touch()
+  std::atomic<uint64_t> gpu_nbytes{0};       // from or to GPU memory
+  std::atomic<uint64_t> gds_nbytes{0};       // the part of gpu_nbytes that cuFile moved
+  std::atomic<uint64_t> resumed_blocks{0};   // continued after a short read or write
+  std::atomic<uint64_t> retried_blocks{0};   // tried again after EINTR, EAGAIN or ECANCELED
   LatencyHistogram block_latency;
 };
 

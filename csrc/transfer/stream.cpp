@@ -14,20 +14,20 @@
 namespace tensorferry {
 namespace {
 
-// What is worth waking a thread for.
+// A job starts at this size, because less is not worth waking a thread.
 constexpr uint64_t min_job_nbytes = uint64_t{256} << 10;
 constexpr size_t min_job_sources = 256;
 
-// Each takes some memory, however short it is.
+// The limit of segments that wait to be copied: each of them needs some memory here, however short it is.
 constexpr size_t max_sources = 16384;
 
-// The process's long buffers. Those that came back are kept, as many as one device may have: memory that is fresh from
-// the system costs more than what is copied into it.
+// The stock of the process's buffers of maximum size. Returned buffers are kept for the next stream, as many as one
+// device may use, because memory fresh from the system costs more than the copy into it.
 class Stock {
  public:
   Stock() { kept_.reserve(Stream::max_buffers + together); }
 
-  // None: there are as many as there may be. One that is insisted on comes beside them.
+  // Take a buffer; empty at the limit, unless `insist` is set.
   Stream::Memory take(uint64_t device, bool insist) {
     {
       std::lock_guard lock(mutex_);
@@ -55,16 +55,17 @@ class Stock {
     if (kept_.size() + taken_ < Stream::max_buffers) {
       kept_.push_back(std::move(memory));
     } else if (!memory.allocation->registered()) {
-      // The allocation stays as long as another buffer of it does. Fails only for memory that is locked, and stays.
+      // Release the pages only, because the allocation lives while another of its buffers does. madvise fails only for
+      // locked memory, which then stays.
       (void)::madvise(memory.data, Stream::max_buffer_nbytes, MADV_DONTNEED);
     }
   }
 
  private:
-  // In one allocation: so long that it is on a huge page.
+  // Buffers for each allocation: large enough for a huge page.
   static constexpr size_t together = 2;
 
-  // Of all devices together.
+  // The limit for all devices together.
   static constexpr size_t max_taken = 8 * Stream::max_buffers;
 
   void count_back(uint64_t device) {
@@ -179,7 +180,8 @@ bool Stream::wait_until_ended(std::chrono::milliseconds timeout) {
   return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !at_work_; });
 }
 
-// A job that has no thread yet, since close(2) holds all of them, will find that there is nothing to do.
+// A posted job that still waits for a thread is not waited for, because hanging jobs may occupy all threads. The posted
+// job will find nothing to do.
 bool Stream::abort(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   closed_ = stopping_ = true;
@@ -222,12 +224,12 @@ uint64_t Stream::nbytes() const {
   return appended_nbytes_;
 }
 
-// A job that is posted, a buffer that is being written and a copy that is watched are outstanding each, so that who
-// closes the scheduler waits for them.
+// A posted job, a buffer being written and a watched copy each count as outstanding, so closing the scheduler waits for
+// them.
 void Stream::wake() {
   {
     std::lock_guard lock(mutex_);
-    again_ = true;
+    again_ = true;  // a running job looks again before it ends, so no event is lost
     if (running_) return;
     running_ = true;
   }
@@ -254,7 +256,7 @@ void Stream::run() {
   news(lock);
 }
 
-// Gives sources their places, as far as one buffer goes.
+// Give segments their places in the buffer that is being filled, up to its end.
 bool Stream::place_sources() {
   bool any = false;
   while (true) {
@@ -262,12 +264,12 @@ bool Stream::place_sources() {
     {
       std::lock_guard lock(mutex_);
       if (stopped() || sources_.empty()) break;
-      source = &sources_.front();  // where it is, whatever is appended
+      source = &sources_.front();  // appending does not move it
     }
     const bool full = filling_ && filling_->end == buffer_nbytes_;
     if (full && source->nbytes > 0) {
       filled_.push_back(std::move(filling_));
-      if (any) break;  // what is being copied into it is watched first
+      if (any) break;  // watch the copies into the full buffer first
     }
     if (!filling_ && !take_buffer()) break;
     Buffer& buffer = *filling_;
@@ -302,7 +304,7 @@ bool Stream::take_buffer() {
   {
     std::lock_guard lock(mutex_);
     insist = buffer_count_ == 0;
-    if (buffer_count_ == max_buffers) return false;  // one that is being written comes back
+    if (buffer_count_ == max_buffers) return false;  // wait for one that is being written
   }
   const bool of_stock = buffer_nbytes_ == max_buffer_nbytes;
   Memory memory;
@@ -329,7 +331,7 @@ bool Stream::take_buffer() {
   return true;
 }
 
-// Queues the copy of a part of GPU memory to the end of the buffer. False: it cannot be begun yet, or at all.
+// Queue the copy of a part of GPU memory to the end of the buffer. Returns false if it cannot begin yet or has failed.
 bool Stream::start_copy(Source& source, uint64_t nbytes) {
   auto passed = source.gate->passed();
   if (!passed) {
@@ -360,7 +362,8 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
     return false;
   }
   Buffer& buffer = *filling_;
-  // Else the copy takes longer: also where another stream is about to do so.
+  // Register the memory, because the copy is slower otherwise. A failure does not matter: another stream may be
+  // registering it.
   if (!buffer.memory.allocation->registered()) (void)buffer.memory.allocation->register_with(gpu);
   cuda::leave_captures_alone();
   auto event = (*copier)->start(cuda::Direction::from_gpu, buffer.memory.data + buffer.end,
@@ -369,7 +372,7 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
     fail(event.fault());
     return false;
   }
-  buffer.copies[&gpu] = std::move(*event);  // those before it are over when it is
+  buffer.copies[&gpu] = std::move(*event);  // replaces earlier events: copies of one CUDA stream complete in order
   return true;
 }
 
@@ -401,11 +404,11 @@ void Stream::watch_copies() {
   }
 }
 
-// Copies and sums what has its place, in order, and hands over what is full.
+// Copy and sum the placed parts in order, and submit a full buffer.
 bool Stream::copy() {
   {
     std::lock_guard lock(mutex_);
-    if (stopped()) return false;  // since write() was called, memory may have gone
+    if (stopped()) return false;  // after abort() or a fault the appended memory may no longer exist
   }
   const bool front_is_full = !filled_.empty();
   const auto buffer = front_is_full ? filled_.front() : filling_;
@@ -505,7 +508,7 @@ void Stream::fill_in(Made& made) const {
   }
 }
 
-// Reserving space may take as long as the drive likes, so abort() does not wait for it.
+// Reserving space may block on the drive, so abort() does not wait for it (handing_over_).
 void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   {
     std::unique_lock lock(mutex_);
@@ -520,10 +523,11 @@ void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options
 
 void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   const uint64_t nbytes = buffer->end - buffer->begin;
-  scheduler_->one_more(*lane_);  // until it is written
+  scheduler_->one_more(*lane_);  // until written() is called
   const auto request = std::make_shared<Request>(scheduler_, options);
   TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true, .lane = lane_};
-  spec.lease = file_->lease();  // first: who closes the file waits, and its descriptor stays its own
+  // Before anything else: close() waits for a lease, so the descriptor number cannot be reused by another file.
+  spec.lease = file_->lease();
   spec.memory = Segments(buffer->memory.data ? buffer->memory.data + buffer->begin : nullptr, nbytes);
   auto fault = spec.lease ? reserve(*file_, {{buffer->offset, buffer->offset + nbytes}}) : std::nullopt;
   auto transfer = Result<std::shared_ptr<Transfer>>(Fault{});
@@ -535,7 +539,7 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
     written(std::move(buffer), fault, last);
     return;
   }
-  scheduler_->one_more(*lane_);  // the transfer
+  scheduler_->one_more(*lane_);  // for the transfer
   scheduler_->submit(request, {*transfer}, {file_});
   request->seal();
   request->notify([self = shared_from_this(), request = request.get(), buffer = std::move(buffer), last]() mutable {
@@ -552,7 +556,7 @@ void Stream::written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>&
     if (last && !fault) ended_ = true;
     news_.notify_all();
   }
-  buffer.reset();  // its memory is there for the next one
+  buffer.reset();  // the next buffer can use its memory
   wake();
   scheduler_->one_less(*lane_);
 }

@@ -1,12 +1,14 @@
-// A file written in order from memory that comes bit by bit, with bounded memory in flight.
+// A file that is written in order, from memory that is appended bit by bit, with bounded memory in flight.
 //
-// What is appended is copied into buffers, one after the other, and with that let go of; full buffers are written while
-// the next ones are filled. CRC-32s of chunks and of segments are taken on the way, and since bytes are copied in
-// order, a segment may contain those of segments before it (Made): headers and directories of archives do.
+// Each appended piece of memory is a segment. Segments are copied into buffers, one after the other, and then released.
+// Full buffers are written while the next ones are filled. CRC-32s of segments, and of chunks (parts of the file that
+// have equal lengths), are computed during the copy. Since bytes are copied in order, a segment may contain the CRC-32s
+// of earlier segments (Made), as the headers and directories of archives do.
 //
-// No thread is a stream's own. Whatever may go on (something was appended, a buffer was written, a GPU's copy is over)
-// is done by a job, one at a time, which never waits for I/O: on threads of the device's lane that are for nothing
-// else, so that what computes does not stand behind what closes and syncs files.
+// A stream has no thread. Whenever there is something to do (memory was appended, a buffer was written, a GPU's copy
+// has completed), a job is posted to a helper thread of the device's lane. A stream has one job at a time, and the job
+// does not wait for writes. Jobs of streams have separate threads in the lane, so the copying does not wait behind the
+// closing and syncing of files.
 #pragma once
 
 #include <chrono>
@@ -30,29 +32,31 @@
 namespace tensorferry {
 
 struct StreamOptions {
-  uint64_t offset = 0;        // in the file, of its first byte
-  uint64_t chunk_nbytes = 0;  // of which CRC-32s are taken; 0: of none
-  bool of_segments = false;   // CRC-32s of segments as well
-  bool background = false;    // let others go first
-  // Of how many bytes at most there will be, as far as that is known: short streams have short buffers.
+  uint64_t offset = 0;        // of the first byte, in the file
+  uint64_t chunk_nbytes = 0;  // length of a chunk for CRC-32s; 0: none
+  bool of_segments = false;   // compute CRC-32s of segments as well
+  bool background = false;    // requests that are not in the background go first
+  // The maximum number of bytes that will be appended, if it is known. Short streams use short buffers.
   uint64_t expected_nbytes = UINT64_MAX;
 };
 
-// Bytes that depend on the checksums of others: numbers are put into them when all before them has been copied.
+// A segment that contains checksums of other bytes. Its fields, the places for these checksums, are filled in once all
+// earlier segments have been copied.
 struct Made {
   struct Field {
     enum class Kind : uint8_t {
-      segment,  // the CRC-32 of an earlier segment, 32 bits, little-endian
-      own,      // that of [begin, begin + nbytes) of these bytes, with the fields before this one in place
-      folded,   // 20 decimal digits: many CRC-32s made one number of 64 bits, by `fold`
+      segment,  // CRC-32 of an earlier segment, 32 bits, little-endian
+      own,      // CRC-32 of [begin, begin + nbytes) of these bytes, with the earlier fields filled in
+      folded,   // 20 decimal digits: many CRC-32s combined to one number of 64 bits by `fold`
     };
     Kind kind;
-    uint64_t position;  // in `bytes`
-    uint64_t segment = 0;
-    uint64_t begin = 0;
+    uint64_t position;     // in `bytes`
+    uint64_t segment = 0;  // for `segment`: its index
+    uint64_t begin = 0;    // for `own`: this and nbytes are the range in `bytes`
     uint64_t nbytes = 0;
-    std::vector<int64_t> crcs = {};  // CRC-32s; negative: ~index of the segment whose it is
-    // One after the other: number ^= crc + added + (number << left) + (number >> right).
+    // For `folded`: CRC-32s; a negative value stands for that of the segment with the index ~value.
+    std::vector<int64_t> crcs = {};
+    // The number begins as 0. For each crc in turn: number ^= crc + added + (number << left) + (number >> right).
     struct Fold {
       uint64_t added;
       uint32_t left, right;
@@ -67,63 +71,74 @@ struct Made {
 
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  // Many short ones rather than few long ones: a drive finishes what it got at one time at one time, and idles until
-  // the next ones are filled. 36 of 1 MiB write 1.2 times as fast as 9 of 4 MiB, and 56 again 1.1 times as fast.
+  // A stream has many short buffers rather than few long ones: a drive completes buffers that it received together at
+  // about the same time, and is idle until the next ones are filled. With 36 buffers of 1 MiB a stream is 1.2 times as
+  // fast as with 9 of 4 MiB, and with 56 another 1.1 times as fast.
   static constexpr uint64_t max_buffer_nbytes = uint64_t{1} << 20;
   static constexpr uint64_t min_buffer_nbytes = uint64_t{64} << 10;
 
-  // Of the longest kind, of all streams of the process to one device; but each stream gets one.
+  // The limit of buffers of the maximum size, for all streams of the process to one device together. Each stream gets
+  // at least one, whatever the limit.
   static constexpr size_t max_buffers = 56;
-  // All but so many are with the drive at once, for the same reason.
+  // While all other buffers of a stream are being written, this many are left to be filled, so the next writes can
+  // begin without a pause.
   static constexpr size_t spare_buffers = 4;
 
-  // A buffer's bytes: a part of an allocation.
+  // The memory of a buffer: a part of an allocation.
   struct Memory {
-    std::shared_ptr<Allocation> allocation;  // null: none could be had
+    std::shared_ptr<Allocation> allocation;  // null: out of memory
     char* data = nullptr;
   };
 
   Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options);
 
-  // What begin_job() and end() each take over an admission to.
+  // One place in the stream's lane. The caller must admit it (Scheduler::admit) before each begin_job() and each end():
+  // these calls take the place over and release it.
   std::vector<Scheduler::Places> place() const { return {{lane_, 1}}; }
 
-  // At the end. The memory must stay as it is until copied_segments() is beyond its index. The caller has been admitted
-  // to a place(), which begin_job() takes over. False: has_ended(). After a fault nothing is done, and all is well.
+  // Append memory as the next segment; with a `gate`, it is GPU memory. The memory must stay unchanged until
+  // copied_segments() is greater than the segment's index, which counts the append() calls from 0 on. The caller must
+  // have admitted a place(), and must call begin_job() afterwards. Returns false if has_ended(). If the stream has a
+  // fault, append() ignores the memory and returns true: the caller finds the fault by fault().
   bool append(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate = nullptr);
-  // False as well where a field does not fit, or names a segment that is not before it.
+  // Append `made` as the next segment. Returns false if has_ended(), or if one of the fields does not fit into the
+  // bytes or refers to a segment that is not an earlier one.
   bool append(Made made);
 
-  // By end() or abort(), of another thread perhaps.
+  // Whether end() or abort() was called, possibly by another thread.
   bool has_ended() const;
 
-  // To be called, with success, before memory of a GPU is appended.
+  // Must succeed before GPU memory is appended.
   std::optional<Fault> prepare_for_gpus() { return scheduler_->prepare_for_gpus(); }
 
-  // After append(): what there is to do is done from now on, if it is worth it or has to be `now`. Takes over one
-  // admission.
+  // Start a job that copies the appended memory, if there is enough of it to be worth waking a thread; with `now`,
+  // start the job in any case. Takes over the place() that the caller has admitted, and releases it.
   void begin_job(bool now = false);
 
-  // Nothing more comes: the rest is written, by a request that also does what `options` say. Takes over one admission,
-  // as begin_job(). False: has_ended() before.
+  // End the stream: nothing more will be appended. The rest is written by a last request, which also truncates, syncs
+  // and closes the file as far as `options` ask for it. Takes over an admitted place(), like begin_job(). Returns false
+  // if the stream had ended before.
   bool end(const RequestOptions& options);
 
-  // Waits; false when time is over. True at once after a fault.
+  // Wait until at most `nbytes` of the appended bytes are not yet copied (and not too many segments), or the stream has
+  // a fault or was aborted. Returns false on timeout.
   bool wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds timeout);
+  // Wait until everything has been written, or the stream has a fault or was aborted, and until no buffer is being
+  // written and no job is running. Returns false on timeout.
   bool wait_until_ended(std::chrono::milliseconds timeout);
 
-  // Lets go of all memory that is still to be copied, and waits until none is being copied; false when time is over.
-  // What is with the drive is left to end by itself.
+  // Stop copying, and wait until no appended memory is being read. All appended memory is then released. Returns false
+  // on timeout. Does not wait for buffers that are being written.
   bool abort(std::chrono::milliseconds timeout);
 
-  // After abort(): has the scheduler name `id` among what has finished as soon as no memory is being copied.
+  // After an abort() that timed out: pass `id` to Scheduler::let_go() as soon as no appended memory is being read.
   void tell_when_aborted(uint64_t id);
 
   std::optional<Fault> fault() const;
   uint64_t segment_count() const;
-  uint64_t copied_segments() const;  // from the first one on
-  uint64_t nbytes() const;           // appended so far
-  // Nothing until all has been written.
+  uint64_t copied_segments() const;  // how many segments, from the first one on, have been copied completely
+  uint64_t nbytes() const;           // the bytes appended so far
+  // The CRC-32s of all chunks and of all segments. Empty until everything has been written.
   std::optional<std::vector<uint32_t>> chunk_crcs() const { return complete(chunk_crcs_); }
   std::optional<std::vector<uint32_t>> segment_crcs() const { return complete(segment_crcs_); }
   uint64_t fork_generation() const { return fork_generation_; }
@@ -136,21 +151,22 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   std::unique_lock<std::mutex> locked() const { return locked_unless_forked(mutex_, fork_generation_); }
 
+  // A segment that is not yet placed in buffers, or only in part.
   struct Source {
-    char* memory = nullptr;  // null: made
+    char* memory = nullptr;  // null: the bytes are in `made`
     uint64_t nbytes = 0;
     std::shared_ptr<cuda::Gate> gate = nullptr;  // null: host memory
     std::shared_ptr<Made> made = nullptr;
-    uint64_t placed_nbytes = 0;  // that have their place in a buffer
+    uint64_t placed_nbytes = 0;  // bytes that have a place in a buffer
   };
 
-  // A part of a source, and its place in a buffer.
+  // The part of a segment that is placed in one buffer.
   struct Part {
     uint64_t begin;  // in the buffer
     uint64_t nbytes;
-    const char* memory = nullptr;  // null: of a GPU, or made
+    const char* memory = nullptr;  // null: the bytes are in GPU memory or in `made`
     std::shared_ptr<Made> made = nullptr;
-    uint64_t made_begin = 0;  // in it
+    uint64_t made_begin = 0;  // of the part, in `made`
     bool of_gpu = false;
     bool ends_segment = false;
   };
@@ -159,36 +175,43 @@ class Stream : public std::enable_shared_from_this<Stream> {
     ~Buffer();
 
     Memory memory;
-    bool of_stock = false;  // where it goes back to, and for which device it was taken
-    uint64_t device = 0;
-    uint64_t begin = 0;  // of its bytes: as far from its own beginning as theirs is from a multiple of its size
+    bool of_stock = false;  // whether the memory must be returned to the stock of buffers (stream.cpp)
+    uint64_t device = 0;    // for which it was taken from the stock
+    // The bytes of the buffer that are in use. `begin` equals the file offset modulo the buffer's size, so a byte's
+    // address and its file offset have the same alignment.
+    uint64_t begin = 0;
     uint64_t end = 0;
-    uint64_t offset = 0;                            // in the file, of `begin`
-    std::deque<Part> parts;                         // not yet copied and summed
-    size_t open_copies = 0;                         // of GPUs, under way; guarded by mutex_
-    std::map<cuda::Gpu*, cuda::Event> copies = {};  // the last one of each, not yet watched
+    uint64_t offset = 0;     // file offset of the byte at `begin`
+    std::deque<Part> parts;  // not yet copied, or not yet included in the CRC-32s
+    size_t open_copies = 0;  // watched copies from GPUs that have not completed; guarded by mutex_
+    // The last queued copy of each GPU, until watch_copies() passes it to the watcher.
+    std::map<cuda::Gpu*, cuda::Event> copies = {};
   };
 
-  // Steps of a job: each does something, or returns false.
+  // run() is the job. It repeats the three steps below until none of them has anything to do, which they report by
+  // returning false.
   void run();
-  bool place_sources();
-  bool copy();
-  bool write_the_rest();
+  bool place_sources();   // give segments their places in buffers, and begin the copies from GPUs
+  bool copy();            // copy placed parts, and write a full buffer
+  bool write_the_rest();  // after end(): write the last buffer
 
   bool take_buffer();
   bool start_copy(Source& source, uint64_t nbytes);
   void watch_copies();
   void copy_and_sum(Buffer& buffer);
-  void sum(const char* bytes, uint64_t nbytes);
+  void sum(const char* bytes, uint64_t nbytes);  // include bytes in the CRC-32s
   void fill_in(Made& made) const;
+  // write() passes a buffer to the drive, by hand_over(), which submits a transfer; written() is called at its end.
   void write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last);
   void hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last);
   void written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>& fault, bool last);
   void fail(Fault fault);
-  void wake();
-  bool stopped() const { return stopping_ || fault_.has_value(); }  // with mutex_ held
+  void wake();                                                      // post a job, unless there is one
+  bool stopped() const { return stopping_ || fault_.has_value(); }  // requires mutex_
+  // Whether a job or a copy from a GPU may be reading appended memory now. Requires mutex_.
   bool is_copying() const { return (at_work_ && !handing_over_) || open_copies_ > 0; }
-  void news(std::unique_lock<std::mutex>& lock);  // lets go of it
+  // Wake waiting threads, and let_go() the id of tell_when_aborted() if it is time. Unlocks `lock`, which holds mutex_.
+  void news(std::unique_lock<std::mutex>& lock);
 
   const std::shared_ptr<Scheduler> scheduler_;
   const std::shared_ptr<File> file_;
@@ -199,31 +222,31 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   mutable std::mutex mutex_;
   std::condition_variable news_;
-  std::deque<Source> sources_;  // not yet placed to their ends
+  std::deque<Source> sources_;
   uint64_t segment_count_ = 0;
   uint64_t appended_nbytes_ = 0;
   uint64_t uncopied_nbytes_ = 0;
   uint64_t copied_segments_ = 0;
-  bool running_ = false;       // a job waits for a thread, or has one
-  bool at_work_ = false;       // it has
-  bool again_ = false;         // and there is more for it to do
-  bool handing_over_ = false;  // it is with the file, and with nobody's memory
-  bool closed_ = false;        // nothing more is taken
-  bool stopping_ = false;
-  bool ended_ = false;
-  std::optional<RequestOptions> ending_;
-  std::optional<uint64_t> to_be_told_;  // when nothing is being copied any more
-  size_t in_flight_ = 0;                // buffers with the drive
-  size_t open_copies_ = 0;              // of GPUs
-  bool gate_watched_ = false;           // of the first source
-  size_t buffer_count_ = 0;
+  bool running_ = false;                  // a job is posted or at work
+  bool at_work_ = false;                  // a job is at work
+  bool again_ = false;                    // the job must look for something to do once more before it ends
+  bool handing_over_ = false;             // the job is in hand_over(), where it does not read appended memory
+  bool closed_ = false;                   // after end() or abort(): nothing more is accepted
+  bool stopping_ = false;                 // after abort()
+  bool ended_ = false;                    // everything has been written
+  std::optional<RequestOptions> ending_;  // the options of end(), until the last buffer is written
+  std::optional<uint64_t> to_be_told_;    // the id of tell_when_aborted()
+  size_t in_flight_ = 0;                  // buffers that are being written
+  size_t open_copies_ = 0;                // watched copies from GPUs that have not completed
+  bool gate_watched_ = false;             // the watcher waits for the gate of the first source
+  size_t buffer_count_ = 0;               // buffers in use
   std::optional<Fault> fault_;
 
-  // The job's alone; the checksums are everybody's once it has ended.
+  // Used by the job only. Other threads may read the CRC-32s once ended_ is set.
   std::shared_ptr<Buffer> filling_;
   std::deque<std::shared_ptr<Buffer>> filled_;
-  uint64_t position_;             // in the file, of what is placed next
-  RunningCrc32 chunk_, segment_;  // those under way
+  uint64_t position_;             // file offset of the next byte to be placed
+  RunningCrc32 chunk_, segment_;  // of the present chunk and segment
   std::vector<uint32_t> chunk_crcs_, segment_crcs_;
   cuda::Copiers copiers_;
 };

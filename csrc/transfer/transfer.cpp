@@ -14,29 +14,30 @@
 namespace tensorferry {
 namespace {
 
-// EINTR and EAGAIN: at once at first, then a millisecond apart, then it is an error.
+// EINTR and EAGAIN are retried at once at first, then a millisecond apart, and finally become an error.
 constexpr uint32_t immediate_attempts = 16;
 constexpr uint32_t max_attempts = 256;
 
-// A bounced block's copy stays in the processor's cache up to about here.
+// Up to about this size the copy of a bounced block stays in the processor's cache.
 constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
 
-// Blocks in flight that the pool for GPU memory holds, at their longest: enough to keep the drive and the copies busy.
+// The number of blocks of maximum size that the pool for GPU memory holds: enough to keep the drive and the copies
+// busy.
 constexpr uint64_t staged_blocks = 16;
 
-// What a checksum is taken of in one go, whatever block size was chosen: a worker may be doing it.
+// The maximum size of a block with checksums, whatever the block size: a worker may be computing them.
 constexpr uint64_t max_summed_block_nbytes = uint64_t{4} << 20;
 
-// Shorter pieces are touched as they are written to: another thread would cost more.
+// Shorter pieces are touched as they are written to, because another thread would cost more.
 constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 
-// One system call's worth.
+// How much memory one check for missing pages covers, which is one mincore() call (memory/first_touch.h).
 constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
 
-// Rows of a table that are asked for to tell what the page cache has of them.
+// The number of rows of a table for which the page cache is examined, as a sample of all rows.
 constexpr size_t sampled_rows = 32;
 
-// What cuFile asks of offsets and lengths, where the drive asks for less.
+// cuFile requires this alignment of offsets and lengths, even if the drive requires less.
 constexpr uint32_t cufile_alignment = 4096;
 
 int64_t move_by_cufile(const Block& block) {
@@ -87,12 +88,13 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (*size && nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
       fault.end_of_file = true;
-      fault.hint = "the file has " + std::to_string(**size) + " bytes";
+      fault.hint = "the file has " + std::to_string(**size) + " bytes, but " + std::to_string(nbytes) +
+                   " were wanted from offset " + std::to_string(spec.offset) + "; nothing was read";
       return refused(fault);
     }
   }
   if (!spec.write && file.first_reads()) {
-    // A server far away is kept busy by many requests, not by long ones.
+    // A distant server is kept busy by many requests rather than by long ones.
     block_nbytes = std::min(block_nbytes, request->scheduler()->options().block_nbytes);
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
@@ -101,14 +103,15 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   if (const auto& sums = transfer->spec_.checksums) sums->attach(transfer->spec_.memory);
   const bool direct = transfer->goes_past_the_cache(block_nbytes, !snapshot || !snapshot->nothing_cached);
   transfer->plan_ = Plan(transfer->plan_input(block_nbytes, direct), transfer->spec_.memory);
-  // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
+  // If a buffered descriptor will be needed, it is opened now, because here the caller can still wait for a free
+  // descriptor.
   if (transfer->plan_.uses_buffered() && nbytes > 0) {
     if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
   }
   return transfer;
 }
 
-// Looks up, too, what of a read the cache holds.
+// Whether the transfer is planned past the page cache. For a read, this also sets residency_.
 bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
   File& file = *spec_.file;
   const bool direct = file.direct() && nbytes() > 0;
@@ -117,7 +120,8 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
     residency_ = Residency::whole;
     return direct;
   }
-  // What goes through the cache anyhow, several may copy if it is there.
+  // The residency of a read that goes through the cache in any case is looked up, too, if the read has several blocks:
+  // several threads may share the copying of data that is completely cached.
   const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
   const auto found = matters ? residency() : std::nullopt;
   if (!found || found->cached_pages == 0) return direct;
@@ -126,14 +130,16 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
     if (whole) residency_ = Residency::whole;
     return false;
   }
-  // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
+  // If no buffered descriptor can be opened (a limit), read from the drive, which has the cached data as well.
   if (!file.buffered_descriptor()) return true;
   residency_ = whole ? Residency::whole : Residency::partial;
   return !whole;
 }
 
-// What the cache holds of a read. Of rows of a table some stand for all: a call for each costs a third of reading it,
-// and one for all of a large table takes milliseconds. Where they are wrong, a row is read in the other way.
+// How much of a read the page cache holds. For rows of a table, only a sample of the rows is looked up: a system call
+// for each row would cost a third of the time to read the row, and a single call for the range of a large table takes
+// milliseconds. If the sample is misleading, a cached row is read from the drive, or a row that is not cached is read
+// through the page cache.
 std::optional<File::Residency> Transfer::residency() const {
   const Segments& memory = spec_.memory;
   if (!memory.of_rows()) return spec_.file->residency(spec_.offset, nbytes());
@@ -164,7 +170,7 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.rows = spec_.memory.of_rows();
   input.cached = residency_ == Residency::whole;
   input.bounce_nbytes = BouncePool::process_pool_nbytes() / 8;
-  // A source has other costs than the processor's cache.
+  // The limit by the processor's cache does not apply to a source, because other costs dominate there.
   if (!file.source()) input.bounce_nbytes = std::min<uint64_t>(input.bounce_nbytes, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
@@ -172,7 +178,8 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
     const bool by_cufile = direct && spec_.use_cufile && spec_.memory.count() == 1 && !spec_.checksums;
     if (by_cufile && file.cufile_handle() != nullptr) {
       input.cufile = true;
-      input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
+      // Blocks that the page cache holds are copied through the pool, so they must fit.
+      input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);
       input.memory_alignment = 1;
       input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
     }
@@ -192,6 +199,7 @@ bool Transfer::next_block(WorkBlock& block, bool& exhausted) {
   exhausted = true;
   if (stopped()) return false;
   const uint64_t begin = plan_.skip(cursor_);
+  // A gap that the plan passes over counts as moved, so moved_nbytes_ reaches nbytes() at the end.
   moved_nbytes_.fetch_add(begin - cursor_, std::memory_order_relaxed);
   cursor_ = begin;
   if (cursor_ >= nbytes()) return false;
@@ -214,7 +222,7 @@ void Transfer::rewind() {
 Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics) {
   File& file = *spec_.file;
   PlannedBlock& planned = block.planned;
-  if (request_->canceled()) return fail(block, ECANCELED, false);  // it may have waited for memory
+  if (request_->canceled()) return fail(block, ECANCELED, false);  // for example, while the block waited for memory
   block.begun = std::chrono::steady_clock::now();
   block.descriptor = file.descriptor();
   block.direct_descriptor = file.direct();
@@ -231,7 +239,8 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   if (planned.bounced) {
     auto pool = pinned_pool_ ? pinned_pool_ : spec_.lane->pool();
     if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
-    if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
+    // A block of chunks to be verified may be larger than the pool, or the pool was made smaller.
+    if (!pool->has_room_for(planned.io_nbytes)) {
       return fail(block, ENOMEM, false,
                   "the bounce pool of " + std::to_string(pool->nbytes()) + " bytes has no room for a block of " +
                       std::to_string(planned.io_nbytes) + "; remedy: tensorferry.set_bounce_pool_nbytes()");
@@ -254,7 +263,9 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   return advance(block, statistics);
 }
 
-// As the first reads of its mount say. Without a descriptor for that (a limit) it goes past the cache.
+// Whether a block that was planned directly is read through the page cache, because the trial of the mount's first
+// reads needs such a block or has shown this to be faster. If no buffered descriptor can be opened (a limit), the block
+// is read directly.
 bool Transfer::goes_through_cache_after_all(const PlannedBlock& planned) const {
   File& file = *spec_.file;
   const bool open = !spec_.write && file.first_reads() && file.direct_mode() == DirectMode::automatic;
@@ -262,13 +273,13 @@ bool Transfer::goes_through_cache_after_all(const PlannedBlock& planned) const {
   return file.first_reads()->through_cache(planned.io_nbytes) && file.buffered_descriptor();
 }
 
-// The stations of a block: what is written is gathered first, what has been read is given out last.
+// The steps of a block: a write gathers its bytes before they are moved, a read delivers them afterwards.
 Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
   constexpr Step writing[] = {Step::copy_gpu, Step::copy, Step::move, Step::done};
   constexpr Step reading[] = {Step::touch, Step::move, Step::copy, Step::copy_gpu, Step::done};
   while (true) {
     const Step step = (spec_.write ? writing : reading)[block.station];
-    if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // as often as there are GPUs
+    if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // once for each GPU
     ++block.station;
     const bool copies = block.bounce || spec_.checksums || spec_.memory.has_copies();
     if (step == Step::copy_gpu || (step == Step::copy && !copies)) continue;
@@ -278,8 +289,9 @@ Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
   }
 }
 
-// What the page cache holds is copied at once: that touches as well. Memory is looked at for several blocks at a time:
-// most often all of it has pages.
+// Whether the block's memory must be touched before the block is moved. Blocks of cached data need not, because the
+// copy from the page cache touches the memory. Memory is examined for several blocks at a time, because usually all of
+// it has pages.
 bool Transfer::is_to_be_touched(const WorkBlock& block) {
   if (block.resident || block.planned.nbytes < min_touched_nbytes) return false;
   const uint64_t begin = block.planned.begin;
@@ -305,7 +317,7 @@ Step Transfer::touch(WorkBlock& block, Statistics& statistics) {
   return advance(block, statistics);
 }
 
-// Looks for the next GPU of which the block has memory.
+// Find the next GPU of which the block has memory.
 bool Transfer::has_gpu_piece(WorkBlock& block) const {
   if (!block.bounce) return false;
   for (; block.gate < gates().size(); ++block.gate) {
@@ -319,18 +331,20 @@ bool Transfer::has_gpu_piece(WorkBlock& block) const {
 
 Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
+  // A write of 0 bytes without an error is retried, too: POSIX allows it, and it must not loop forever.
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
     return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
   }
   if (result == -ECANCELED && block.cufile == nullptr && ++block.attempts < max_attempts) {
-    // Nobody cancels what has been submitted: io_uring may not start the thread that was to do it (a limit of
-    // processes).
+    // ECANCELED cannot come from a cancellation, because submitted blocks are never cancelled. io_uring returns it if
+    // the kernel cannot start the thread for the operation (a process limit).
     statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
     return Step::get_over;
   }
   if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
-    // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
+    // The file system accepted O_DIRECT but refuses this block: its alignment rules are stricter than those it
+    // reported.
     block.refused = true;
     return Step::get_over;
   }
@@ -338,7 +352,8 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   if (result < 0) return fail(block, static_cast<int>(-result), false, std::move(block.why));
 
   auto advanced = static_cast<uint64_t>(result);
-  if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
+  // Only whole units count, because cuFile can resume only at a multiple of its alignment.
+  if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;
   block.moved += advanced;
   if (!block.planned.rows) block.memory += advanced;
   block.offset += advanced;
@@ -346,7 +361,8 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
 
   if (result == 0) return fail(block, 0, true);
-  if (advanced == 0) {  // less than cuFile may go on from
+  // Less was moved than cuFile can resume from.
+  if (advanced == 0) {
     const auto size = spec_.file->size();
     const bool ends = size && *size && **size < block.offset + block.nbytes;
     return try_again(block, statistics, ends ? 0 : EIO,
@@ -355,13 +371,14 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   block.attempts = 0;
   statistics.resumed_blocks.fetch_add(1, std::memory_order_relaxed);
   const DirectAlignment alignment = spec_.file->alignment();
+  // A short result may end at an unaligned offset. The rest then goes through the buffered descriptor.
   const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
                        reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
   block.refused = block.direct_descriptor && !aligned && block.cufile == nullptr;
   return block.refused ? Step::get_over : Step::move;
 }
 
-// No error number: the file has ended.
+// An error number of 0 means that the file has ended.
 Step Transfer::try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint) {
   if (request_->canceled()) return fail(block, ECANCELED, false);
   statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
@@ -393,7 +410,8 @@ int64_t Transfer::move_here(WorkBlock& block, int64_t (*call)(const Block&)) con
     step.offset += done;
     step.nbytes = std::min(block.nbytes - done, cached_step_nbytes);
     const int64_t result = call(step);
-    // The rest is read in other ways, and then all of it gets its checksum.
+    // Part of the data is no longer cached. The rest is read later, by another call, and copy() then computes the
+    // CRC-32s of the whole block.
     if (result != static_cast<int64_t>(step.nbytes)) {
       return done == 0 ? result : static_cast<int64_t>(done) + std::max<int64_t>(result, 0);
     }
@@ -416,7 +434,7 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
   const PlannedBlock& planned = block.planned;
   char* const buffer = block.bounce ? block.bounce.data() + padding(block) : nullptr;
   if (spec_.write || !spec_.checksums) {
-    // A few steps at a time, so that a checksum finds in the processor's cache what was copied.
+    // In small steps, so the checksum finds the copied bytes in the processor's cache.
     std::optional<Checksums::Block> sums;
     if (spec_.checksums) sums.emplace(*spec_.checksums, planned.begin);
     spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
@@ -433,7 +451,7 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
         std::memcpy(further, buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes);
       });
     });
-    if (sums) (void)sums->keep();  // nothing is expected of a write
+    if (sums) (void)sums->keep();  // a write has no expected checksums
     return advance(block, statistics);
   }
   if (!block.sums) {
@@ -474,7 +492,7 @@ Result<cuda::Event> Transfer::start_copy(WorkBlock& block, cuda::Copier& copier)
     if (piece.gate != block.gate || !last) return;
     auto next = copier.start(direction, block.bounce.data() + padding(block) + (piece.begin - block.planned.begin),
                              reinterpret_cast<cuda::Address>(piece.memory), piece.nbytes);
-    if (!next && queued) (void)(*last).wait();  // those before use the buffer
+    if (!next && queued) (void)(*last).wait();  // earlier copies still use the buffer
     last = std::move(next);
     queued = true;
   });
@@ -540,7 +558,7 @@ void Transfer::record(Fault fault) {
 }
 
 Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
-  // Not what is to be verified, nor what has a way to a GPU before it.
+  // Bytes that must be verified, or that are still to be copied to a GPU, are not delivered.
   const bool delivered = spec_.write || !(block.of_gpu || verified());
   const uint64_t progress = delivered ? user_progress(block) : 0;
   if (progress > 0 && !spec_.write && block.bounce) scatter(block, progress);
@@ -563,7 +581,7 @@ Step Transfer::fail_damaged(uint64_t chunk) {
   return Step::done;
 }
 
-// Bytes of the request that have reached their place.
+// The bytes of the request that have reached their destination.
 uint64_t Transfer::user_progress(const WorkBlock& block) const {
   return std::min(block.moved - std::min(block.moved, padding(block)), block.planned.nbytes);
 }

@@ -1,9 +1,9 @@
-// One transfer: segments of memory to or from a contiguous range of one file.
+// One transfer: it moves a contiguous range of one file from or to segments of memory.
 //
-// Blocks are taken from it in order of offset. Each then goes through the stations of its Step, one at a time: whoever
-// drives it (a worker, the caller, a helper) does what a step says, calls the function of that step, and gets the next
-// one. Nothing here knows which engine ran a block, or whether one did. What follows the last block is the request's:
-// see request.h.
+// Blocks are taken from the transfer in order of offset. Each block goes through the steps of `Step`, one at a time:
+// the thread that drives the block (a worker, the caller, a helper) does what the step requires, calls the step's
+// function, and gets the next step. This code does not depend on which engine has moved a block, or whether a thread
+// has moved it without an engine. After the last block the request continues: see request.h.
 #pragma once
 
 #include <atomic>
@@ -36,10 +36,10 @@ struct TransferSpec {
   uint64_t offset = 0;
   bool write = false;
   bool use_cufile = false;
-  std::shared_ptr<Checksums> checksums = nullptr;  // if any are wanted; of this transfer alone
-  File::Lease lease = {};                          // on the file; without one it is taken
-  std::shared_ptr<Lane> lane = nullptr;            // of the file's device; without it, it is looked up
-  // Where several items of a call are joined: the position of each segment's item, and gap_position of a gap.
+  std::shared_ptr<Checksums> checksums = nullptr;  // may be null; no other transfer uses them
+  File::Lease lease = {};                          // keeps the file open; if empty, create() acquires one
+  std::shared_ptr<Lane> lane = nullptr;            // of the file's device; if null, create() looks it up
+  // For a transfer of several joined items: the position of each segment's item in the call, or gap_position for a gap.
   std::vector<size_t> positions = {};
 };
 
@@ -47,41 +47,43 @@ constexpr size_t gap_position = SIZE_MAX;
 
 class Transfer;
 
-// What is to be done with a block next.
+// The next operation on a block.
 enum class Step : uint8_t {
-  wait_for_memory,  // it is to be prepared again when bounce memory came free
-  touch,            // touch(): memory that has no pages yet
-  copy,             // copy(): between its buffer and host memory
-  copy_gpu,         // start_copy() and copied(), or copy_now(): the same with memory of a GPU
-  move,             // an engine, or execute_now(), then look_at_result()
-  get_over,         // what may block: get_over()
-  done,             // it is settled, or has failed; drop it
+  wait_for_memory,  // prepare() again once bounce memory is released
+  touch,            // touch(): add pages to memory that has none
+  copy,             // copy(): between the bounce buffer and host memory
+  copy_gpu,         // start_copy() and copied(), or copy_now(): between the bounce buffer and GPU memory
+  move,             // pass the block to an engine or to execute_now(), then call look_at_result()
+  get_over,         // get_over(): an operation that may block
+  done,             // the block is complete or has failed; drop it
 };
 
-// A block on its way, with what is needed to settle it.
+// A block in progress, with the state that is needed to settle it.
 struct WorkBlock : Block {
   std::shared_ptr<Transfer> transfer;
   PlannedBlock planned{};
   BounceBuffer bounce;
-  uint64_t moved = 0;     // by the kernel so far
-  uint32_t attempts = 0;  // since it last moved something
-  uint32_t station = 0;   // steps behind it
-  uint32_t gate = 0;      // whose memory is copied next
+  uint64_t moved = 0;     // bytes that the kernel has moved so far
+  uint32_t attempts = 0;  // since the block last moved bytes
+  uint32_t station = 0;   // the number of completed steps
+  uint32_t gate = 0;      // index, in gates(), of the GPU whose memory is copied next
   bool direct_descriptor = false;
-  bool resident = false;  // the page cache holds all of it
-  Line::Class in = Line::normal;
-  cufile::Handle cufile = nullptr;       // if it moves the block, from or to memory of a GPU
-  bool of_gpu = false;                   // its buffer is of the pinned pool
-  mutable std::string why = {};          // it has failed, where the file's source knows it
-  bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
-  std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
-  std::chrono::steady_clock::time_point begun;
+  bool resident = false;            // the page cache holds the whole block
+  Line::Class in = Line::normal;    // the class in which the block was taken
+  cufile::Handle cufile = nullptr;  // set if cuFile moves the block, from or to GPU memory
+  bool of_gpu = false;              // the bounce buffer is from the page-locked pool for GPU memory
+  mutable std::string why = {};     // why the block failed, if the file's source has reported it
+  // Direct I/O is not possible for the rest of the block, so get_over() must open the buffered descriptor for it.
+  bool refused = false;
+  std::optional<Checksums::Block> sums;         // set if the CRC-32s were computed while the block was read
+  std::chrono::steady_clock::time_point begun;  // for the latency
 };
 
 class Transfer final : public OrderedWrite, public std::enable_shared_from_this<Transfer> {
  public:
-  // Checks the range and plans; what a plan needs to be opened is opened. Nothing is moved yet. A writer has reserved
-  // the space. `snapshot` is that of the file, if a reader has one.
+  // Check the range, make the plan, and open the descriptors that the plan needs. Nothing is moved yet. For a write,
+  // the file space must have been reserved. `index` is the transfer's position in the call. `snapshot` is the file's
+  // state, if the caller of a read has looked it up.
   static Result<std::shared_ptr<Transfer>> create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
                                                   uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
@@ -89,78 +91,91 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   const std::shared_ptr<Lane>& lane() const { return spec_.lane; }
   uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
-  const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
+  const std::shared_ptr<File>& file() const { return spec_.file; }  // null once the transfer has ended
   uint64_t moved_nbytes() const { return moved_nbytes_.load(std::memory_order_relaxed); }
+  // Whether there is more than one block.
   bool has_many_blocks() const {
     const uint64_t begin = plan_.skip(0);
     return begin < nbytes() && plan_.skip(begin + plan_.block_at(begin).nbytes) < nbytes();
   }
-  // Whether nothing but memory is copied: by as many threads as there are.
+  // Whether the transfer only copies cached data. In that case several threads may share the work.
   bool is_shared() const { return shared_ || residency_ == Residency::whole; }
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return spec_.memory.gates(); }
 
+  // The write no longer waits for an overlapping one (write_order.h): put it in line.
   void turn_has_come() override;
 
-  // Takes the next block, if there is one to take. Sets `exhausted` when there will be no further one. Callers
-  // serialize calls.
+  // Take the next block, if there is one. Sets `exhausted` if there will be no further one. Calls must be serialized.
   bool next_block(WorkBlock& block, bool& exhausted);
 
-  // Forgets that blocks were taken; all of them must have been dropped or settled.
+  // Start again at the first block. No block that was taken so far may be in progress.
   void rewind();
 
-  // Gives the block its descriptor and memory.
+  // Set the block's descriptor and memory, and return its first step. If the block needs a bounce buffer and there is
+  // no memory for it, returns wait_for_memory; `waiter`, if given, is then called when memory is released.
   Step prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics);
 
-  // To its first result by this call, execute_now() or read_cached(). What the page cache holds is read a few steps at
-  // a time, so that a checksum finds in the processor's cache what was read.
+  // Move the block on this thread by one call of `call`, which is execute_now() or read_cached(), and return its
+  // result. If CRC-32s of cached data are wanted, the data is read in small steps instead, so each step's bytes are
+  // still in the processor's cache when they are included in the CRC-32.
   int64_t move_here(WorkBlock& block, int64_t (*call)(const Block&)) const;
+  // Read the rest of a block of table rows from the page cache; with `wait`, wait for the drive where needed.
   int64_t move_rows(const WorkBlock& block, bool wait) const;
 
-  // Looks at block.result.
+  // Evaluate block.result after a move: complete, resume, retry or fail the block.
   Step look_at_result(WorkBlock& block, Statistics& statistics);
 
-  // A pause, or opening a descriptor.
+  // Do what must happen before the block can be moved again: pause before another attempt, or open the buffered
+  // descriptor.
   Step get_over(WorkBlock& block);
 
-  // May take as long as zeroing a block's memory takes, and on some virtual machines ten times as long.
+  // Add pages to the block's memory. May take as long as zeroing the memory, and ten times as long on some virtual
+  // machines.
   Step touch(WorkBlock& block, Statistics& statistics);
 
-  // May take as long as copying a megabyte takes.
+  // Copy between the bounce buffer and host memory, and compute and verify CRC-32s. May take as long as copying a
+  // megabyte.
   Step copy(WorkBlock& block, Statistics& statistics);
 
-  // Queued on a copier of gpu_of(block), with copied() to be called when the event has passed or was not to be had; or
-  // here and now.
+  // Copy between the bounce buffer and memory of the GPU gpu_of(block). Either call start_copy(), which queues the copy
+  // on a copier of that GPU, and then copied() once the event has passed, or with the fault if start_copy() or the copy
+  // failed. Or call copy_now(), which waits for the copy.
   cuda::Gpu& gpu_of(const WorkBlock& block) const { return gates()[block.gate]->gpu(); }
   Result<cuda::Event> start_copy(WorkBlock& block, cuda::Copier& copier) const;
   Step copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics);
   Step copy_now(WorkBlock& block, Statistics& statistics);
 
-  // Before any block was taken: none will be.
+  // End the transfer with a fault. Must be called before any block is taken.
   void refuse(Fault fault);
 
-  // Counts down what keeps it going: each block, and the cursor while it may yield blocks. True when it has ended;
-  // then call finish().
+  // Count down the references that keep the transfer from ending: one for each block in progress, and one for the
+  // cursor (the position of the next block) while there may be further blocks. Returns true at zero: the transfer has
+  // ended, and the caller must call finish(). The order is acq_rel because the thread that counts to zero must see
+  // everything that the other threads have written.
   bool count_down() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
   void finish();
 
   const std::optional<Fault>& fault() const { return fault_; }
 
-  // Of joined items none is to fail for another: once it has ended with a fault, each is moved by a transfer of its
-  // own, and what became of these takes the place of what became of all.
+  // Whether the transfer moves several joined items. One of them must not fail because of another: if a joined transfer
+  // ends with a fault, each item is moved again by a separate transfer, and ended_singly() replaces the fault with
+  // the faults of these transfers, which are stored by position in the call.
   bool joined() const { return !spec_.positions.empty(); }
   const TransferSpec& spec() const { return spec_; }
   void ended_singly(std::map<size_t, Fault> faults, uint64_t moved_nbytes);
 
-  // By position in the call.
+  // The faults of all items, by position in the call.
   std::map<size_t, Fault> faults() const;
 
-  // Once ended: lets go of the file; the lease on it is for who has something left to do with it.
+  // Release the file, after the transfer has ended. Returns the lease, which keeps the file open for the request's
+  // operations on it.
   File::Lease release_file() {
     spec_.file.reset();
     return std::move(spec_.lease);
   }
 
  private:
+  // How much of a read's range the page cache holds.
   enum class Residency { none, partial, whole };
 
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
@@ -169,6 +184,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   std::optional<File::Residency> residency() const;
   PlanInput plan_input(uint64_t block_nbytes, bool direct) const;
   bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
+  // The loads are relaxed: a thread that sees a flag late only takes one block more.
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
   bool goes_through_cache_after_all(const PlannedBlock& planned) const;
   Step advance(WorkBlock& block, Statistics& statistics);
@@ -194,18 +210,18 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   TransferSpec spec_;
   std::shared_ptr<Request> request_;
   Plan plan_;
-  std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
+  std::shared_ptr<BouncePool> pinned_pool_;  // set if the memory includes GPU memory
   Residency residency_ = Residency::none;
-  bool shared_ = false;
-  uint64_t cursor_ = 0;
-  std::atomic<uint64_t> open_{1};
+  bool shared_ = false;            // the file is in memory: see is_shared()
+  uint64_t cursor_ = 0;            // the position of the next block
+  std::atomic<uint64_t> open_{1};  // the references that count_down() counts
   std::atomic<uint64_t> moved_nbytes_{0};
-  std::atomic<bool> stopped_{false};
-  std::mutex mutex_;  // guards what follows while blocks are out
+  std::atomic<bool> stopped_{false};  // after a fault
+  std::mutex mutex_;                  // guards the members below while blocks are in flight
   struct LookedAt {
     uint64_t begin = 0, end = 0;
     bool untouched = false;
-  } looked_at_;  // the last range of memory, and whether some of it has no pages
+  } looked_at_;  // the last range of memory that was checked, and whether it lacks pages
   std::optional<Fault> fault_;
   std::map<size_t, Fault> faults_of_items_;
 };

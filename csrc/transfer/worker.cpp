@@ -7,31 +7,33 @@
 namespace tensorferry {
 namespace {
 
-// Copying to or from bounce buffers takes time in which the drive must not run dry: after this much, what is
-// prepared is handed over and free places are filled. The same after some completions of small blocks.
+// Copying to and from bounce buffers must not let the drive run dry: after this many copied bytes, the prepared blocks
+// are submitted and free slots are filled. The same happens after settled_between_submits completions.
 constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
-// The same while the drive has enough to do.
+// The number of copied bytes after which blocks are submitted while the drive has enough blocks.
 constexpr uint64_t copy_while_moving_nbytes = uint64_t{2} << 20;
 constexpr uint32_t settled_between_submits = 8;
 
-// Bounce memory that one worker has in flight. Enough for any drive's bandwidth times latency, small enough to stay
-// in the processor's cache between the copy and the drive, and to leave the pool something for other workers.
+// The bounce memory that one worker has in flight: enough for the bandwidth times latency of any drive, small enough to
+// stay in the processor's cache between the copy and the drive, and to leave some of the pool to other workers.
 constexpr uint64_t max_bounced_in_flight_nbytes = uint64_t{12} << 20;
 
-// The same where the first reads have shown that the server is far away, as far as the latency asks for it.
+// The maximum of that limit for a distant server, whose latency the first reads have shown. It is used as far as the
+// latency requires it.
 constexpr uint64_t max_far_bounced_in_flight_nbytes = uint64_t{24} << 20;
 
-// With the engine, so that the drive does not wait for copies.
+// While the engine has blocks of this many bytes, the drive does not wait for copies.
 constexpr uint64_t enough_moving_nbytes = uint64_t{4} << 20;
 
 constexpr uint64_t small_block_nbytes = uint64_t{64} << 10;
+// While only background blocks are in flight, their limit of bytes in flight is the worker's limit divided by this.
 constexpr uint64_t background_share = 4;
 
 }  // namespace
 
 Worker::Worker(Scheduler& scheduler, Queue& queue, std::unique_ptr<Engine> engine)
     : scheduler_(scheduler), queue_(queue), engine_(std::move(engine)), blocks_(scheduler.options().queue_depth) {
-  // The last is taken first, and the first addresses are the warmest.
+  // free_ is a stack: the first blocks are used most, and their memory stays in the processor's cache.
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) free_.push_back(&*block);
 }
 
@@ -50,7 +52,7 @@ void Worker::run() {
     for (Block* block : completed) {
       auto& work = static_cast<WorkBlock&>(*block);
       go_on(work, work.transfer->look_at_result(work, scheduler_.statistics_));
-      if (block == completed.back()) break;  // what follows is handed over by the call that waits
+      if (block == completed.back()) break;  // the next reap() submits the blocks that are added from here on
       if (++settled >= settled_between_submits || has_copied_enough()) {
         take_returned();
         (void)fill();
@@ -64,7 +66,7 @@ void Worker::run() {
 
 bool Worker::fill() {
   while (true) {
-    // What waits is tried again, best class first; behind it only better ones are taken.
+    // Retry waiting blocks, best class first. If one must go on waiting, only better classes are taken from the line.
     auto limit = Line::class_count;
     WorkBlock* block = nullptr;
     for (const auto in : {Line::small, Line::normal, Line::background}) {
@@ -106,7 +108,7 @@ void Worker::submit() {
 }
 
 bool Worker::try_to_begin(WorkBlock& block) {
-  if (is_full_for(block)) return false;  // goes on with the next completion
+  if (is_full_for(block)) return false;  // fill() tries again after the next completion
   const Step step = block.transfer->prepare(block, this, scheduler_.statistics_);
   if (step == Step::wait_for_memory) return false;
   took_time_ = false;
@@ -135,14 +137,14 @@ void Worker::go_on(WorkBlock& block, Step step) {
 void Worker::move(WorkBlock& block) {
   const bool first = block.moved == 0 && block.attempts == 0;
   if (first && block.resident && !engine_->has_threads()) {
-    // What the page cache holds is copied right here, since the kernel would do just that within the submission.
+    // Cached data is copied on this thread, because the kernel would do the same inside the submission.
     scheduler_.statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
     block.result = block.transfer->move_here(block, &read_cached);
     if (block.result != -EAGAIN) {
       took_time_ = true;
       return go_on(block, block.transfer->look_at_result(block, scheduler_.statistics_));
     }
-    // Evicted since it was looked up: it has to be waited for.
+    // The data was evicted after the look-up, so the read has to wait for the drive.
   }
   if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   const bool blocks = engine_->blocks_on_buffered() || (block.planned.rows && !engine_->has_threads());
@@ -153,18 +155,21 @@ void Worker::move(WorkBlock& block) {
   engine_->add(block);
 }
 
-// Who brings a block back wakes the worker last, when that may have ended already: so it keeps it.
+// A reference for another thread that will return a block. That thread wakes the worker after it has returned the
+// block, when the worker may already have ended; the reference keeps the Worker alive until then.
 std::shared_ptr<Worker> Worker::own() { return std::static_pointer_cast<Worker>(shared_from_this()); }
 
-// By another thread, so that the queue stays full. What is in flight bounds how far ahead that goes.
+// Another thread touches the memory, so this one can keep the queue full. The block counts as in flight meanwhile,
+// which limits how far the touching runs ahead of the reads.
 void Worker::touch(WorkBlock& block) {
   scheduler_.help_to_touch([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
     self->come_back(block, block.transfer->touch(block, scheduler->statistics()));
   });
 }
 
-// Copied here as long as the drive has enough to do meanwhile: waking another thread costs as much as copying some tens
-// of kilobytes. Else several copy at a time, if there are processors for it: none is as fast as a fast drive.
+// Copy on this thread while the drive has enough to do, because waking another thread costs as much as copying some
+// tens of kilobytes. Otherwise let several threads copy, if there are processors for them, because one thread is slower
+// than a fast drive.
 void Worker::copy(WorkBlock& block) {
   const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || (block.sums && !block.bounce) ||
                     moving_nbytes_ >= enough_moving_nbytes;
@@ -177,10 +182,10 @@ void Worker::copy(WorkBlock& block) {
   go_on(block, block.transfer->copy(block, scheduler_.statistics_));
 }
 
-// Queues the copy on this worker's stream.
+// Queue the copy on this worker's stream.
 void Worker::copy_gpu(WorkBlock& block) {
   Transfer& transfer = *block.transfer;
-  if (copiers_.empty()) cuda::leave_captures_alone();  // the mode is this thread's, for all GPUs
+  if (copiers_.empty()) cuda::leave_captures_alone();  // the capture mode belongs to the thread and applies to all GPUs
   auto copier = copiers_.of(transfer.gpu_of(block));
   if (!copier) return go_on(block, transfer.copied(block, copier.fault(), scheduler_.statistics_));
   auto event = transfer.start_copy(block, **copier);
@@ -203,7 +208,7 @@ void Worker::come_back(WorkBlock& block, Step step) {
     first = returned_.empty();
     returned_.push_back({&block, step});
   }
-  if (first) wake();  // all of them are taken at once
+  if (first) wake();  // the worker takes all of them at once
 }
 
 void Worker::take_returned() {
@@ -215,9 +220,11 @@ void Worker::take_returned() {
   for (const auto& [block, step] : returned) go_on(*block, step);
 }
 
-// The queue's depth is also a limit in bytes: large blocks must not make others wait longer. Blocks too small for that
-// to matter always find a place. Those in the background have one of their own, a small one where others are under way:
-// they would wait for ever for a place that others leave.
+// Whether the block must wait until others complete. Not only the number of blocks in flight is limited, but also their
+// bytes, so a small request does not wait behind a full queue of large blocks. Blocks too small to matter never wait
+// here. Background blocks are counted separately, because otherwise they would wait forever for the others to leave
+// room: while other blocks are in flight, one background block may be in flight, however long it is, and otherwise
+// background blocks may use a part of the limit.
 bool Worker::is_full_for(const WorkBlock& block) const {
   if (block.planned.io_nbytes <= small_block_nbytes) return false;
   const FirstReads* const first_reads = block.transfer->file()->first_reads();
@@ -228,7 +235,7 @@ bool Worker::is_full_for(const WorkBlock& block) const {
     return background_in_flight_nbytes_ > 0 && background_in_flight_nbytes_ + block.planned.io_nbytes > own;
   }
   const bool staged = !block.transfer->gates().empty() || block.transfer->file()->source() != nullptr;
-  if (block.planned.bounced && staged) return false;  // the pool decides
+  if (block.planned.bounced && staged) return false;  // the pool sets the limit
   if (block.planned.bounced) {
     const uint64_t far = std::min(nbytes_on_their_way(latency), max_far_bounced_in_flight_nbytes);
     return bounced_in_flight_nbytes_ >= std::max(max_bounced_in_flight_nbytes, far);

@@ -1,5 +1,6 @@
-// A thread that owns one engine and keeps its queue full. It never blocks but in the engine: what may block is run by
-// a helper and comes back.
+// A thread that owns one engine and keeps the engine's queue full of blocks, which it takes from its lane's line. The
+// thread blocks only in the engine: helper threads run every other step of a block that may block, and return the block
+// afterwards.
 #pragma once
 
 #include <algorithm>
@@ -25,24 +26,24 @@ class Worker final : public BounceWaiter {
   void bounce_memory_released() override { wake(); }
 
  private:
-  // Takes and hands over blocks until the queue is full or there is nothing more to take. Returns whether it
-  // should be asked again before sleeping.
+  // Take and submit blocks until the queue is full or no block is left. Returns whether fill() should be called again
+  // before the worker sleeps.
   bool fill();
-  bool try_to_begin(WorkBlock& block);  // false: it has to wait
+  bool try_to_begin(WorkBlock& block);  // returns false if the block must wait for memory or for other blocks
   void submit();
-  bool has_copied_enough() const;  // for the drive to get what is prepared
+  bool has_copied_enough() const;  // whether the added blocks should be submitted before more bytes are copied
   void go_on(WorkBlock& block, Step step);
   void move(WorkBlock& block);
   void touch(WorkBlock& block);
   void copy(WorkBlock& block);
   void copy_gpu(WorkBlock& block);
   void hand_to_helper(WorkBlock& block);
-  void come_back(WorkBlock& block, Step step);
+  void come_back(WorkBlock& block, Step step);  // called by another thread, to return a block with its next step
   void take_returned();
   void block_over(WorkBlock& block);
   bool is_full_for(const WorkBlock& block) const;
   void put_back(WorkBlock& block);
-  void count(const WorkBlock& block, bool more);
+  void count(const WorkBlock& block, bool more);  // count the block as in flight (`more`), or as ended
   bool has_work() const {
     return in_flight_ > 0 || std::ranges::any_of(waiting_, [](auto* one) { return one; });
   }
@@ -52,18 +53,19 @@ class Worker final : public BounceWaiter {
   std::unique_ptr<Engine> engine_;
   std::vector<WorkBlock> blocks_;
   std::vector<WorkBlock*> free_;
-  // Of each class one that was taken, and waits for bounce memory or for others to be over. Better classes pass by.
+  // For each class (Line::Class), one block that was taken and waits for bounce memory or until other blocks complete.
+  // Blocks of better classes may pass it.
   std::array<WorkBlock*, Line::class_count> waiting_{};
   size_t in_flight_ = 0;
-  uint64_t in_flight_nbytes_ = 0;  // but for those in the background
+  uint64_t in_flight_nbytes_ = 0;  // except background blocks
   uint64_t background_in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
-  uint64_t moving_nbytes_ = 0;  // with the engine
-  uint64_t added_nbytes_ = 0;   // of these, not yet submitted
+  uint64_t moving_nbytes_ = 0;  // bytes of the blocks that the engine has
+  uint64_t added_nbytes_ = 0;   // the part of moving_nbytes_ that is not yet submitted
   uint64_t copied_since_submit_ = 0;
-  bool took_time_ = false;
+  bool took_time_ = false;  // the last block was read on this thread, so completions may be waiting
 
-  // Blocks from other threads: from helpers, and from the one that watches copies to and from GPUs.
+  // A block that another thread has returned: a helper, or the watcher of copies from and to GPUs.
   struct Returned {
     WorkBlock* block;
     Step step;

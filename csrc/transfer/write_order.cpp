@@ -10,8 +10,9 @@
 namespace tensorferry {
 namespace {
 
-// The writes of one file: those under way, which do not overlap, and those behind them in order. Only the first in
-// line is looked at; overlapping writes are too rare for more.
+// The writes of one file: those in flight, which do not overlap, and the waiting ones in the order of submission. When
+// a write ends, the waiting ones begin in order, up to the first that overlaps a write in flight. Those behind it wait
+// even if they do not overlap any write; waiting writes are too rare for a closer look.
 struct FileLine {
   std::map<uint64_t, uint64_t> under_way;  // begin -> end
   std::deque<std::shared_ptr<OrderedWrite>> waiting;
@@ -83,6 +84,7 @@ void WriteOrder::leave(const OrderedWrite& write) {
     }
     if (line.under_way.empty()) all.by_file.erase(found);
   }
+  // After the lock is released: this puts transfers in line, or settles files.
   for (const auto& one : next) one->turn_has_come();
 }
 

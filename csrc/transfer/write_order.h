@@ -1,10 +1,11 @@
-// Writes that overlap are done one after the other, in the order of submission.
+// Overlapping writes run one after the other, in the order of submission.
 //
-// It is not only a courtesy. The ragged edge of one write goes through the page cache, the body of another past it;
-// were both under way on one page, the kernel could write back an old copy of the rest of that page over what the
-// body had stored, and bytes that only one of them covers would be lost. Writes that do not overlap never share a
-// page in this way (see plan.h) and are not held up. Cutting a file writes to all that is behind its new end: a write
-// there that was submitted later must not be cut off. The order holds for the process: all handles, files and threads.
+// This prevents lost data. The ragged edge of a write goes through the page cache, and the body of a write past it
+// (plan.h). If the edge of one write and the body of an overlapping one were in flight on the same page, the kernel
+// could write back the page with the edge's bytes and old bytes around them, over what the body has stored there.
+// Writes that do not overlap never share a page in this way, so they do not wait. Truncating a file counts as a write
+// to everything behind its new end: a truncation that ran late would cut off what a later write has stored there. The
+// order holds within the process, across all handles, files and threads.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 
 namespace tensorferry {
 
-// What changes [begin, end) of a file when its turn has come.
+// An operation that changes [begin, end) of a file once its turn has come.
 class OrderedWrite {
  public:
   OrderedWrite(const FileIdentity& identity, uint64_t begin, uint64_t end)
@@ -25,7 +26,8 @@ class OrderedWrite {
   uint64_t begin() const { return begin_; }
   uint64_t end() const { return end_; }
 
-  // Called once if enter() said that it has to wait, by the thread that ended the one before.
+  // The operation may begin now. Called once if enter() returned false for it, by the thread that ended the operation
+  // for which it had to wait.
   virtual void turn_has_come() = 0;
 
  protected:
@@ -41,14 +43,15 @@ class WriteOrder {
  public:
   using Writes = std::vector<std::shared_ptr<OrderedWrite>>;
 
-  // In this order, with nobody in between. Whether each may begin now: for the others turn_has_come() will be called
-  // when they may.
+  // Enter the writes atomically and in this order. Returns for each of them whether it may begin now. If not, its
+  // turn_has_come() is called later.
   static std::vector<bool> enter(const Writes& writes);
 
-  // All of them, or none; they are of one file, and do not overlap.
+  // Enter the writes if all of them may begin now, and return whether they may; otherwise enter none. They must belong
+  // to one file and not overlap.
   static bool try_to_enter(const Writes& writes);
 
-  // For each that has begun, when it has ended.
+  // Record that a write, after it was allowed to begin, has ended.
   static void leave(const OrderedWrite& write);
 };
 

@@ -1,10 +1,11 @@
-"""Kill training in the middle of a save, resume it with other numbers of ranks, and compare the losses bit for bit.
+"""Kill a training in the middle of a save, resume it with other numbers of ranks, and compare the losses bit for bit.
 
     python examples/checkpoint/killed_and_resumed.py
 
-It trains a small transformer with FSDP2 on two processes (``train.py``), once without disturbance. A second run saves
-over its only checkpoint every few steps; in the middle of one of these saves a rank is killed (``kill -9``). What is
-left in the directory is the checkpoint before, whole: from there training goes on with one process, and with three.
+A small transformer is trained with FSDP2 on two processes (``train.py``), first without interruption. A second training
+overwrites its only checkpoint every few steps, and in the middle of one of these saves a rank is killed (``kill -9``).
+The directory then still has the complete previous checkpoint. From there, the training is resumed with one process, and
+with three.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ def train(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary one)")
+    parser.add_argument(
+        "--directory", type=Path, help="the working directory (default: a temporary one)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tensorferry-example-", dir=options.directory) as path:
         return compare(Path(path))
 
 
 def compare(base: Path) -> int:
-    """Do what is said above, and return the exit code."""
+    """Run all trainings, compare their losses, and return the exit code."""
     console = Console()
-    console.print("training with 2 ranks, undisturbed ...")
-    whole = train(2, base / "whole", "--steps=12")
+    console.print("training with 2 ranks, without interruption ...")
+    reference = train(2, base / "reference", "--steps=12")
     console.print("training with 2 ranks, killed in the save of step 8 ...")
     killed = train(2, base / "killed", "--steps=12", "--die-in-save-of-step=8", killed=True)
     left = sorted(path.name for path in (base / "killed").iterdir())
@@ -69,14 +72,14 @@ def compare(base: Path) -> int:
         shutil.copytree(base / "killed", base / f"resumed{ranks}")
         resumed[ranks] = train(ranks, base / f"resumed{ranks}", "--steps=12")
 
-    table = Table("step", "undisturbed", "killed", "resumed with 1", "resumed with 3")
-    for step, loss in whole.items():
+    table = Table("step", "uninterrupted", "killed", "resumed with 1", "resumed with 3")
+    for step, loss in reference.items():
         others = (killed.get(step), resumed[1].get(step), resumed[3].get(step))
         table.add_row(str(step), f"{loss:.9f}", *("" if x is None else f"{x:.9f}" for x in others))
     console.print(table)
-    continued = {step: loss for step, loss in whole.items() if step > 4}
+    continued = {step: loss for step, loss in reference.items() if step > 4}
     if all(losses == continued for losses in resumed.values()):
-        console.print("The losses are the same, bit for bit.")
+        console.print("The losses are identical, bit for bit.")
         return 0
     console.print("The losses differ.")
     return 1

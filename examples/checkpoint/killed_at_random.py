@@ -1,11 +1,12 @@
-"""Train, be killed at random moments, go on: in the end everything is the same, bit for bit.
+"""Kill a training at random moments and resume it each time. The result is identical, bit for bit.
 
     python examples/checkpoint/killed_at_random.py
 
-A small model is trained twice. The first training runs through. The second one is killed (``kill -9``) over and over,
-wherever it is: in a step, in a save, while an old checkpoint is removed. Each time it is started once more, and goes on
-from the newest checkpoint that ``Checkpoints`` finds. What that takes is all in ``Training.state_dict``: weights, the
-optimizer's state, the schedule and random numbers; data depend on the step alone.
+A small model is trained twice. The first training runs without interruption. The second one is killed (``kill -9``)
+repeatedly, at any point: in a step, in a save, or while it removes an old checkpoint. Each time, it is restarted and
+resumes from the newest checkpoint that ``Checkpoints`` finds. ``Training.state_dict`` has everything that an identical
+continuation needs: the weights, the optimizer's state, the schedule and the state of the random number generator. The
+training data depend only on the step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BATCH, WIDTH = 16, 256
 
 
 class Training:
-    """All that a training is; ``Checkpoints`` asks it for its state, and gives it back."""
+    """The complete state of a training, which ``Checkpoints`` saves and restores."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -72,7 +73,7 @@ class Training:
 
 
 def train(directory: Path, steps: int, save_every: int) -> None:
-    """Go on from the newest checkpoint, up to a number of steps."""
+    """Train up to a number of steps, starting from the newest checkpoint."""
     torch.set_num_threads(1)
     training = Training()
     with (
@@ -95,7 +96,7 @@ def start(directory: Path, options: argparse.Namespace) -> subprocess.Popen[byte
 
 
 def kill_once(directory: Path, options: argparse.Namespace, moments: random.Random) -> bool:
-    """Start a training, and kill it some time after it has got further; return whether it was not through by then."""
+    """Start a training, and kill it some time after its next checkpoint. Return False if it had already finished."""
     checkpoints = Checkpoints(directory)
     before = checkpoints.latest() or 0
     process = start(directory, options)
@@ -106,12 +107,12 @@ def kill_once(directory: Path, options: argparse.Namespace, moments: random.Rand
     if process.wait() == 0:
         return False
     left = sorted(path.name for path in directory.iterdir())
-    print(f"killed; there are checkpoints of {checkpoints.steps()}, and in the folder: {left}")
+    print(f"killed; checkpoints of steps {checkpoints.steps()}, files in the folder: {left}")
     return True
 
 
 def losses_in(directory: Path) -> dict[int, set[float]]:
-    """Return what each step's loss was: of steps done again, each time."""
+    """Return the losses of each step, of which there are several if the step was repeated."""
     losses: dict[int, set[float]] = {}
     for line in directory.with_suffix(".losses").read_text().splitlines():
         step, loss = json.loads(line)
@@ -126,30 +127,32 @@ def final_state(directory: Path) -> dict[str, Any]:
 
 
 def compare(base: Path, options: argparse.Namespace) -> int:
-    """Do what is said above, and return the exit code."""
-    whole, killed = base / "whole", base / "killed"
-    if start(whole, options).wait() != 0:
-        raise SystemExit("the training does not run")
+    """Run both trainings, compare their results, and return the exit code."""
+    reference, killed = base / "reference", base / "killed"
+    if start(reference, options).wait() != 0:
+        raise SystemExit("the training failed")
     moments = random.Random(options.seed)
     kills = sum(kill_once(killed, options, moments) for _ in range(options.kills))
     if start(killed, options).wait() != 0:
-        raise SystemExit("the training that had been killed does not go on")
-    one, other = final_state(whole), final_state(killed)
+        raise SystemExit("the killed training could not be resumed")
+    one, other = final_state(reference), final_state(killed)
     same = all(torch.equal(value, other[name]) for name, value in one.items())
-    same = same and losses_in(whole) == losses_in(killed)
+    same = same and losses_in(reference) == losses_in(killed)
     print(f"killed {kills} times of {options.kills}; checkpoints: {Checkpoints(killed).steps()}")
-    print("All is the same, bit for bit." if same else "Something differs.")
+    print("The results are identical, bit for bit." if same else "The results differ.")
     return 0 if same else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary one)")
+    parser.add_argument(
+        "--directory", type=Path, help="the working directory (default: a temporary one)"
+    )
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--train", type=Path, help="train with checkpoints in this folder, only")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    parser.add_argument("--train", type=Path, help="only train, with checkpoints in this folder")
     options = parser.parse_args()
     if options.train:
         train(options.train, options.steps, options.save_every)

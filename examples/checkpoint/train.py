@@ -1,16 +1,17 @@
-"""Train a small transformer with FSDP2; kill it whenever you like, and let it go on with any number of ranks.
+"""Train a small transformer with FSDP2 that can be killed at any time and resumed with any number of ranks.
 
     torchrun --nproc-per-node 2 examples/checkpoint/train.py --directory /data/run --steps 100
 
-It saves all its state into one directory, over the checkpoint before, and begins with what it finds there. Losses
-continue bit for bit, whatever the number of ranks (1, 2, 3 or 6). That takes more than a checkpoint:
+The training saves its complete state to one directory, over the previous checkpoint, and starts from the checkpoint in
+the directory if there is one. The losses continue bit for bit, with any number of ranks (1, 2, 3 or 6). Such identical
+losses need more than a checkpoint:
 
-* Data depends on the step and the place in the batch, not on the rank.
-* Sequences go through the model one at a time, so that all kernels see the same shapes everywhere.
-* Sums do not depend on their order, because gradients are rounded to multiples of 2 ** -20 before they are added:
-  such sums are exact. Floating-point sums otherwise differ with the number of ranks.
-* Each rank's part of each parameter is a multiple of 32 elements, so that vector instructions never leave a rest,
-  which may be rounded in another way.
+* The data depend on the step and the position in the batch, not on the rank.
+* The model processes one sequence at a time, so all kernels have the same shapes with any number of ranks.
+* Gradients are rounded to multiples of 2 ** -20 before they are added. Such sums are exact, so they do not depend on
+  their order. Other floating-point sums differ with the number of ranks.
+* Each rank's part of each parameter is a multiple of 32 elements. So vector instructions never leave a remainder, which
+  could be rounded differently.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GRID = 2.0**20
 
 
 class Rounded(torch.autograd.Function):
-    """A weight as it is; its gradient is rounded to what can be summed exactly."""
+    """The identity function for a weight, with a gradient that is rounded to values with exact sums."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -97,39 +98,39 @@ class Transformer(nn.Module):
         return self.predict(self.last(self.blocks(x)))
 
 
-def sequence(step: int, place: int) -> torch.Tensor:
-    """The tokens at a place of a step's batch: they count up, so there is something to learn."""
-    generator = torch.Generator().manual_seed(step * BATCH + place)
+def sequence(step: int, position: int) -> torch.Tensor:
+    """Return the sequence at a position in a step's batch. Its tokens count up, which the model can learn."""
+    generator = torch.Generator().manual_seed(step * BATCH + position)
     first = int(torch.randint(VOCABULARY, (), generator=generator))
     return (first + torch.arange(LENGTH + 1)) % VOCABULARY
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """Train on one batch, a part of it on each rank, and return the loss of all of it."""
-    mine = BATCH // dist.get_world_size()
-    places = range(dist.get_rank() * mine, (dist.get_rank() + 1) * mine)
-    losses = torch.empty(mine)
-    for k, place in enumerate(places):
-        model.set_requires_gradient_sync(place == places[-1])
-        tokens = sequence(step, place)
+    """Train on one batch, a part of it on each rank, and return the loss of the whole batch."""
+    count = BATCH // dist.get_world_size()
+    positions = range(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+    losses = torch.empty(count)
+    for k, position in enumerate(positions):
+        model.set_requires_gradient_sync(position == positions[-1])
+        tokens = sequence(step, position)
         loss = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:])
         (loss / BATCH).backward()
         losses[k] = loss.detach()
     optimizer.step()
     optimizer.zero_grad()
-    of_all = [torch.empty(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, losses)
-    return float(sum(torch.cat(of_all).tolist())) / BATCH
+    all_losses = [torch.empty(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_losses, losses)
+    return float(sum(torch.cat(all_losses).tolist())) / BATCH
 
 
 def state_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """All that training depends on."""
+    """Return the complete state of the training."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
 def resume(model: Any, optimizer: torch.optim.Optimizer, directory: Path) -> int:
-    """Load the checkpoint, if there is one, and return the steps it has behind it."""
+    """Load the checkpoint, if there is one, and return its step, or 0."""
     if not (directory / ".metadata").exists():
         return 0
     state = state_of(model, optimizer, 0)
@@ -144,7 +145,7 @@ def resume(model: Any, optimizer: torch.optim.Optimizer, directory: Path) -> int
 
 
 class DyingPlanner(dcp.DefaultSavePlanner):
-    """Ends this process as `kill -9` does when half of the save is done."""
+    """A planner that kills this process with SIGKILL after half of the save."""
 
     def finish_plan(self, new_plan: Any) -> Any:
         self.left = len(new_plan.items) // 2
@@ -159,23 +160,23 @@ class DyingPlanner(dcp.DefaultSavePlanner):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", type=Path, required=True, help="of the checkpoint")
+    parser.add_argument("--directory", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=12, help="the last step")
     parser.add_argument("--save-every", type=int, default=4, help="steps between checkpoints")
     parser.add_argument("--losses", type=Path, help="append [step, loss] to this file, as JSON")
-    parser.add_argument("--die-in-save-of-step", type=int, help="the last rank is killed there")
+    parser.add_argument("--die-in-save-of-step", type=int, help="kill the last rank in this save")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
     if BATCH % dist.get_world_size():
-        raise SystemExit(f"{BATCH} sequences cannot be shared by {dist.get_world_size()} ranks")
+        raise SystemExit(f"{BATCH} sequences cannot be divided among {dist.get_world_size()} ranks")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: Any = Transformer()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    for module in (model, *model.blocks):  # sums, not means: those would be rounded
+    for module in (model, *model.blocks):  # sum the gradients, because a mean would be rounded
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

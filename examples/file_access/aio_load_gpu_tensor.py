@@ -9,7 +9,7 @@ import tensorferry
 
 
 def file_read(path: str, handle: tensorferry.aio_handle, buffer: torch.Tensor) -> torch.Tensor:
-    # The tensor is filled where it is, a block at a time: no host memory of its size is needed.
+    # The data is copied to the GPU tensor block by block, so no host memory of the tensor's size is needed.
     handle.sync_pread(buffer, path)
     return buffer
 

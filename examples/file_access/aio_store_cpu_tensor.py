@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def file_write(path: str, tensor: torch.Tensor, handle: tensorferry.aio_handle) -> None:
-    # The tensor lies in ordinary memory. It needs no locked copy of the same size: blocks are copied on their way.
+    # The tensor is in ordinary memory. A locked copy of the same size is not needed: blocks are copied one at a time.
     handle.sync_pwrite(tensor, path)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def file_write(path: str, tensor: torch.Tensor, handle: tensorferry.aio_handle) -> None:
-    # It begins when the work that made the tensor has been done, and needs no host memory of its size.
+    # The write waits for the GPU work that computes the tensor, and does not need host memory of the tensor's size.
     handle.sync_pwrite(tensor, path)
 
 

@@ -1,6 +1,6 @@
-"""Run the programs in turns and print the README's table: GB/s, and the speedup over plain Python.
+"""Run the programs alternately, and print the README's table with GB/s and the speedup over plain Python.
 
-Turns (A B C, A B C, ...) because drives, above all shared ones, change their speed from minute to minute.
+The order is A B C, A B C, ..., because the speed of drives, especially of shared ones, changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import utils
 import tensorferry
 
 HERE = Path(__file__).parent
-# What is done, and by which programs; the first is the one that others are compared with.
+# The programs for each kind of work. The others are compared with the first one.
 GROUPS = {
     f"{verb} {device} tensor": [
         f"{way}_{verb}_{device}_tensor.py"
@@ -59,11 +59,11 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nvme_folder", required=True, help="folder on the drive to try")
+    parser.add_argument("--nvme_folder", required=True, help="a folder on the drive")
     parser.add_argument("--mb_size", type=int, default=1024, help="MB of 2**20 (default 1024)")
     parser.add_argument("--loop", type=int, default=3, help="repetitions in a program (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
-    parser.add_argument("--no_sync", action="store_true", help="stores end without fsync")
+    parser.add_argument("--no_sync", action="store_true", help="do not end stores with fsync")
     options = parser.parse_args()
     problems = [
         f"--{name}: {getattr(options, name)} is less than 1"
@@ -71,14 +71,14 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) < 1
     ]
     if not Path(options.nvme_folder).is_dir():
-        problems.append(f"--nvme_folder: {options.nvme_folder} is no folder")
+        problems.append(f"--nvme_folder: {options.nvme_folder} is not a folder")
     if problems:
         parser.error("; ".join(problems))
     return options
 
 
 def run_program(program: str, arguments: list[str], absent: dict[str, str]) -> float | None:
-    """Return GB/s; or None, and keep the program's own words, where what it needs is not here."""
+    """Return GB/s. If a requirement is missing, store the program's message in ``absent``, and return None."""
     done = subprocess.run(
         [sys.executable, HERE / program, *arguments], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Load a file into a CPU tensor with DeepSpeed's own aio_handle, to compare; written as its tutorial says."""
+"""Load a file into a CPU tensor with DeepSpeed's own aio_handle, as in its tutorial, for comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import utils
 
 
 def file_read(path: str, handle: Any, buffer: torch.Tensor) -> torch.Tensor:
-    if handle.sync_pread(buffer, path) != 1:  # its way to say that something failed
+    if handle.sync_pread(buffer, path) != 1:  # DeepSpeed reports a failure by a result other than 1
         raise OSError(f"DeepSpeed did not read {path}")
     return buffer
 

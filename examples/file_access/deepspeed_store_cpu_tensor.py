@@ -1,4 +1,4 @@
-"""Store a CPU tensor in a file with DeepSpeed's own aio_handle, to compare; written as its tutorial says."""
+"""Store a CPU tensor in a file with DeepSpeed's own aio_handle, as in its tutorial, for comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import utils
 
 
 def file_write(path: str, tensor: torch.Tensor, handle: Any, buffer: torch.Tensor) -> None:
-    buffer.copy_(tensor)  # its handle would lock and unlock a buffer for each call otherwise
+    buffer.copy_(tensor)  # otherwise the handle locks and unlocks a buffer for each call
     if handle.sync_pwrite(buffer, path) != 1:
         raise OSError(f"DeepSpeed did not write {path}")
 

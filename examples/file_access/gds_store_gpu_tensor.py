@@ -1,4 +1,4 @@
-"""Store a GPU tensor in a file with gds_handle: by GPUDirect Storage, from GPU memory to the drive."""
+"""Store a GPU tensor in a file with gds_handle: GPUDirect Storage transfers it from GPU memory to the drive."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the programs share: DeepNVMe's command lines, the clock, the check, and ends that leave nothing behind.
+"""Shared code of the programs: DeepNVMe's command lines, the measurement, the validation, and the exit codes.
 
-The rules are the same for every program:
+The rules are the same for all programs:
 
-* a load finds nothing in the page cache: the file's pages are dropped before each repetition;
-* a store writes a new file each time, the old one is removed before the clock runs, and ends with its bytes on the
-  drive (``fsync``), unless ``--no_sync`` is given: plain Python then only fills the page cache;
-* the figure is the median of the repetitions; GB are 10**9 bytes, the sizes of ``--mb_size`` are 2**20.
+* A load is cold: the file is dropped from the page cache before each repetition.
+* A store writes a new file each time, and the old file is removed before the measured time. The store ends with
+  ``fsync``, unless ``--no_sync`` is given. With ``--no_sync``, plain Python only fills the page cache.
+* The figure is the median of the repetitions. A GB is 10**9 bytes. The unit of ``--mb_size`` is 2**20 bytes.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-FAILED = 1  # of the machine, or of the check
-MISSING = 3  # what the program needs is not here: a GPU, GPUDirect Storage, DeepSpeed
+FAILED = 1  # an error of the machine, or a failed validation
+MISSING = 3  # a requirement is missing: a GPU, GPUDirect Storage, or DeepSpeed
 INTERRUPTED = 130
 
 _CHUNK_NBYTES = 8 << 20
 
 
 class MissingError(Exception):
-    """What a program needs is not here."""
+    """A requirement of a program is missing."""
 
 
 # --- command lines ---
 
 
 def load_options(description: str | None) -> argparse.Namespace:
-    """Parse a load program's command line; ``nbytes`` is the input file's size."""
+    """Parse the command line of a load program, and add ``nbytes``, the size of the input file."""
     parser = _parser(description)
-    parser.add_argument("--input_file", required=True, help="file to read, on the drive to try")
+    parser.add_argument("--input_file", required=True, help="the file to read, on the drive")
     options = parser.parse_args()
     problems = _loop_problems(options)
     file = Path(options.input_file)
     if not file.is_file():
-        problems.append(f"--input_file: {file} is no file")
+        problems.append(f"--input_file: {file} is not a file")
     elif file.stat().st_size == 0:
         problems.append(f"--input_file: {file} is empty")
     elif not os.access(file, os.R_OK):
@@ -64,18 +64,16 @@ def load_options(description: str | None) -> argparse.Namespace:
 
 
 def store_options(description: str | None) -> argparse.Namespace:
-    """Parse a store program's command line; ``nbytes`` is the size of the tensor to store."""
+    """Parse the command line of a store program, and add ``nbytes``, the size of the tensor."""
     parser = _parser(description)
-    parser.add_argument(
-        "--nvme_folder", required=True, help="folder to write to, on the drive to try"
-    )
+    parser.add_argument("--nvme_folder", required=True, help="the folder to write to, on the drive")
     parser.add_argument(
         "--mb_size", type=int, default=1024, help="size of the tensor in MB of 2**20 (default 1024)"
     )
     parser.add_argument(
         "--no_sync",
         action="store_true",
-        help="leave out the fsync at the end of each store: plain Python's data is then still in memory",
+        help="do not end stores with fsync; the data of plain Python is then still in memory",
     )
     options = parser.parse_args()
     problems = _loop_problems(options)
@@ -83,7 +81,7 @@ def store_options(description: str | None) -> argparse.Namespace:
         problems.append(f"--mb_size: {options.mb_size} is less than 1")
     folder = Path(options.nvme_folder)
     if not folder.is_dir():
-        problems.append(f"--nvme_folder: {folder} is no folder")
+        problems.append(f"--nvme_folder: {folder} is not a folder")
     elif not os.access(folder, os.W_OK | os.X_OK):
         problems.append(f"--nvme_folder: {folder} cannot be written to by this user")
     if problems:
@@ -98,7 +96,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--loop", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument(
-        "--validate", action="store_true", help="compare tensor and file, read by plain Python"
+        "--validate",
+        action="store_true",
+        help="compare the tensor with the file, which plain Python reads",
     )
     return parser
 
@@ -107,16 +107,16 @@ def _loop_problems(options: argparse.Namespace) -> list[str]:
     return [] if options.loop >= 1 else [f"--loop: {options.loop} is less than 1"]
 
 
-# --- the clock and the check ---
+# --- measurement and validation ---
 
 
 def measure_load(
     name: str, options: argparse.Namespace, load: Callable[[str], torch.Tensor]
 ) -> None:
-    """Load the input file ``--loop`` times, print what a load takes, and check the last one if asked."""
+    """Load the input file ``--loop`` times, print the median time, and with ``--validate`` check the last load."""
     seconds = []
     for _ in range(options.loop):
-        tensor = None  # a program that makes a new tensor each time must not hold two
+        tensor = None  # a program that allocates a new tensor each time must not hold two of them
         drop_from_page_cache(options.input_file)
         with _clock(seconds):
             tensor = load(options.input_file)
@@ -132,13 +132,14 @@ def measure_store(
     tensor: torch.Tensor,
     store: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Store a tensor ``--loop`` times, print what a store takes, and check the last one if asked."""
+    """Store a tensor ``--loop`` times, print the median time, and with ``--validate`` check the last store."""
     seconds: list[float] = []
     with _scratch_folder(options.nvme_folder) as folder:
         path = str(folder / "tensor.bin")
         for _ in range(options.loop):
             Path(path).unlink(missing_ok=True)
-            make_durable(str(folder))  # the file system is through with the old file
+            # Complete the removal of the old file before the measured time.
+            make_durable(str(folder))
             with _clock(seconds):
                 store(path, tensor)
                 if not options.no_sync:
@@ -149,17 +150,17 @@ def measure_store(
 
 
 def random_tensor(nbytes: int) -> torch.Tensor:
-    """Return bytes to store; ``nbytes`` is a multiple of 8."""
+    """Return a tensor of random bytes. ``nbytes`` must be a multiple of 8."""
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's word for a lack of memory
-        raise OSError(f"no memory for a tensor of {nbytes} bytes") from error
-    tensor.view(torch.int64).random_()  # eight at a time
+    except RuntimeError as error:  # raised by torch if the memory cannot be allocated
+        raise OSError(f"cannot allocate a tensor of {nbytes} bytes") from error
+    tensor.view(torch.int64).random_()  # generating 8 bytes at a time is faster
     return tensor
 
 
 def file_holds(path: str, tensor: torch.Tensor) -> bool:
-    """Return whether a file holds just the bytes of a tensor, read by plain Python."""
+    """Return whether the content of a file, read with plain Python, equals the bytes of a tensor."""
     expected = tensor.cpu().view(torch.uint8).numpy().data
     with open(path, "rb", buffering=0) as file:
         for begin in range(0, len(expected), _CHUNK_NBYTES):
@@ -170,7 +171,7 @@ def file_holds(path: str, tensor: torch.Tensor) -> bool:
 
 
 def drop_from_page_cache(path: str) -> None:
-    """Have the next read come from the drive; only clean pages can be dropped, hence the sync."""
+    """Drop a file from the page cache. The sync comes first, because only clean pages can be dropped."""
     make_durable(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -180,7 +181,7 @@ def drop_from_page_cache(path: str) -> None:
 
 
 def make_durable(path: str) -> None:
-    """Return when a file's data, or a folder's entries, would survive a power cut."""
+    """Make the data of a file, or the entries of a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -217,12 +218,12 @@ def _scratch_folder(parent: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- what only some machines have ---
+# --- optional requirements ---
 
 
 def require_deepspeed() -> Any:
-    """Return DeepSpeed's own async_io op, compiled at first use, or raise MissingError."""
-    # its compilation looks for ninja on PATH, where an environment that is not activated has none
+    """Return DeepSpeed's own async_io op, which is compiled at its first use, or raise MissingError."""
+    # The compilation needs ninja on PATH, where it is missing if the virtual environment is not activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -235,35 +236,36 @@ def require_deepspeed() -> Any:
 
 
 def require_gpu() -> None:
-    """Raise MissingError, with what is missing, where torch can use no GPU."""
+    """Raise MissingError with the reason if torch cannot use a GPU."""
     if torch.version.cuda is None:
         raise MissingError(
             f"no GPU: torch {torch.__version__} is built without CUDA (remedy: install a CUDA build of torch)"
         )
     if not torch.cuda.is_available():
         raise MissingError(
-            f"no GPU: torch {torch.__version__} finds no CUDA device (remedy: see whether nvidia-smi lists one, and "
-            "whether CUDA_VISIBLE_DEVICES hides it)"
+            f"no GPU: torch {torch.__version__} does not find a CUDA device (remedy: check whether nvidia-smi lists "
+            "one, and whether CUDA_VISIBLE_DEVICES hides it)"
         )
 
 
 def require_gds() -> tensorferry.gds_handle:
-    """Return a handle for GPUDirect Storage, or raise MissingError, with what is missing, where there is none."""
+    """Return a handle for GPUDirect Storage, or raise MissingError with the reason."""
     require_gpu()
     try:
         handle = tensorferry.gds_handle()
     except tensorferry.EngineUnavailableError as refusal:
         raise MissingError(str(refusal)) from refusal
     if handle.stats()["compat"]:
-        print(f"note: through host memory: {handle.engine_refusals['cufile']}", file=sys.stderr)
+        reason = handle.engine_refusals["cufile"]
+        print(f"note: transfers pass through host memory: {reason}", file=sys.stderr)
     return handle
 
 
-# --- how programs end ---
+# --- the end of programs ---
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a program; say what stopped it in one line, with an exit code that tells the kind (README.md)."""
+    """Run a program. Print an error in one line, and exit with a code that depends on its kind (README.md)."""
 
     def end_like_ctrl_c(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -272,13 +274,13 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except MissingError as missing:
-        _leave(missing, MISSING)
+        _exit_with(missing, MISSING)
     except (OSError, tensorferry.EngineUnavailableError, torch.OutOfMemoryError) as error:
-        _leave(error, FAILED)
+        _exit_with(error, FAILED)
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _exit_with("interrupted", INTERRUPTED)
 
 
-def _leave(reason: object, code: int) -> None:
+def _exit_with(reason: object, code: int) -> None:
     print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
     sys.exit(code)

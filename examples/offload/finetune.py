@@ -1,15 +1,15 @@
-"""Fine-tune a Llama of transformers whose weights, gradients and optimizer's state are on a drive.
+"""Fine-tune a Llama of transformers with its weights, gradients and optimizer state on a drive.
 
     python examples/offload/finetune.py
     python examples/offload/finetune.py --lora
 
-A small Llama with random weights is saved by ``save_pretrained``, and trained for a few steps twice: in memory, and on
-the drive. There it begins on the meta device, so that it is never in memory whole, and its trained weights are saved
-from the drive. Both must end with the same losses and the same weights, bit for bit.
+A small Llama with random weights is saved with ``save_pretrained``, and trained twice for a few steps: in memory, and
+on the drive. On the drive, the model is created on the meta device, so it is never completely in memory, and its
+trained weights are saved from the drive. Both trainings must have the same losses and final weights, bit for bit.
 
-With ``--lora`` (peft) the Llama is frozen: its weights stay in their safetensors files, and adapters are trained.
+With ``--lora`` (peft), the Llama is frozen: its weights stay in their safetensors files, and adapters are trained.
 
-Needs transformers, and peft for ``--lora``.
+This needs transformers, and peft for ``--lora``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ MIB = 1 << 20
 
 
 def new_model(config: LlamaConfig) -> Any:
-    """Make the model as in memory; on the meta device where that is the default one."""
+    """Create the model, on the default device."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config)
-    # In no file, so that it needs values even where all else is on the meta device.
+    # The buffers of the rotary embedding are not saved to the files. So this module is created on the CPU, with values,
+    # even if the model is on the meta device.
     with torch.device("cpu"):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.train()
 
 
 def with_adapters(model: Any) -> Any:
-    """Freeze a model, and add adapters, which are small: they are in memory until the training is offloaded."""
+    """Freeze a model, and add adapters. These are small, and are in memory until the training is offloaded."""
     import peft
 
     names = ["q_proj", "v_proj"]
@@ -59,7 +60,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def train(model: Any, optimizer: Any, clip: Any, steps: int) -> list[float]:
-    """Train as ever: nothing here knows where the weights are."""
+    """Train with an ordinary loop, which is independent of where the weights are."""
     losses = []
     for number in range(steps):
         text = torch.randint(
@@ -80,16 +81,16 @@ def trainable(model: Any) -> list[Any]:
 
 def fine_tune(config: LlamaConfig, options: argparse.Namespace, directory: Path) -> bool:
     torch.manual_seed(0)
-    whole = new_model(config)
+    reference = new_model(config)
     files = directory / "pretrained"
-    whole.save_pretrained(files, max_shard_size="8MB")
+    reference.save_pretrained(files, max_shard_size="8MB")
 
-    with torch.device("meta"):  # without memory
+    with torch.device("meta"):  # allocates no memory
         model = new_model(config)
     if options.lora:
-        whole, model = with_adapters(whole), with_adapters(model)
-        first = {name: each for name, each in whole.state_dict().items() if "lora_" in name}
-        model.load_state_dict(first, strict=False)  # both begin with the same adapters
+        reference, model = with_adapters(reference), with_adapters(model)
+        adapters = {name: each for name, each in reference.state_dict().items() if "lora_" in name}
+        model.load_state_dict(adapters, strict=False)  # both trainings begin with the same adapters
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
     model, optimizer = offload_training(
         model,
@@ -100,32 +101,34 @@ def fine_tune(config: LlamaConfig, options: argparse.Namespace, directory: Path)
         files=files,
     )
     losses = train(model, optimizer, optimizer.clip_grad_norm_, options.steps)
-    state = {name: value for name, value in model.state_dict().items() if is_kept(name, options)}
+    state = {name: value for name, value in model.state_dict().items() if is_saved(name, options)}
     save_file(state, directory / "trained.safetensors")
     stats = optimizer.stats()
     optimizer.close()
 
-    of_memory = torch.optim.AdamW(trainable(whole), lr=1e-3)
+    reference_optimizer = torch.optim.AdamW(trainable(reference), lr=1e-3)
 
     def clip(limit: float) -> None:
-        torch.nn.utils.clip_grad_norm_(whole.parameters(), limit)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
 
-    losses_of_memory = train(whole, of_memory, clip, options.steps)
+    reference_losses = train(reference, reference_optimizer, clip, options.steps)
     found = load_file(directory / "trained.safetensors")
-    wanted = {name: value for name, value in whole.state_dict().items() if is_kept(name, options)}
+    expected = {
+        name: value for name, value in reference.state_dict().items() if is_saved(name, options)
+    }
     print(
-        f"{sum(param.numel() for param in whole.parameters()) / 1e6:.1f} M parameters, "
-        f"{sum(param.numel() for param in trainable(whole)) / 1e6:.2f} M of them trained, "
+        f"{sum(param.numel() for param in reference.parameters()) / 1e6:.1f} M parameters, "
+        f"{sum(param.numel() for param in trainable(reference)) / 1e6:.2f} M of them trained, "
         f"with {stats['memory_nbytes'] / MIB:.0f} MiB: loss {losses[0]:.4f} to {losses[-1]:.4f}."
     )
-    equal = losses == losses_of_memory and found.keys() == wanted.keys()
-    equal = equal and all(torch.equal(found[name], value) for name, value in wanted.items())
+    equal = losses == reference_losses and found.keys() == expected.keys()
+    equal = equal and all(torch.equal(found[name], value) for name, value in expected.items())
     print(f"Losses and saved weights are {'the same, bit for bit' if equal else 'different'}.")
     return equal
 
 
-def is_kept(name: str, options: argparse.Namespace) -> bool:
-    """Return whether a weight is one to be saved: of a model with adapters these alone."""
+def is_saved(name: str, options: argparse.Namespace) -> bool:
+    """Return whether to save a weight. With adapters, only these are saved."""
     return not options.lora or "lora_" in name
 
 
@@ -149,7 +152,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune a Llama on a drive.")
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the files go")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="folder for the files")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)

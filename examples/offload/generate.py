@@ -2,16 +2,16 @@
 
     python examples/offload/generate.py
 
-A causal language model with random weights is made and saved in shards, and generates greedily on the CPU, each time in
-a process of its own:
+A causal language model with random weights is saved in shards. Then it generates text greedily on the CPU, each time in
+a separate process:
 
-1. in memory, without a limit: its tokens are what the others must give;
-2. in memory, in a memory limit (a cgroup) that has no room for it: it is killed;
-3. in the same limit, with its weights streamed from the shards: it generates the same tokens.
+1. in memory, without a limit: the other runs must generate the same tokens;
+2. in memory, with a memory limit (a cgroup) that is too small for the model: the process is killed;
+3. with the same limit, and with weights that are streamed from the shards: it generates the same tokens.
 
-It is a Llama of transformers where that is installed, else (or with ``--built-in``) a small transformer of this file.
-Limits take root, and a system that lets one make cgroups. Where there are none, nothing is killed (``--no-limit`` does
-that everywhere).
+The model is a Llama of transformers if that is installed, otherwise (or with ``--built-in``) a small transformer in
+this file. Memory limits need root, and a system that allows new cgroups. Otherwise, or with ``--no-limit``, there is no
+limit, and no process is killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MIB = 1 << 20
 
 
 def streamed(options: argparse.Namespace) -> Any:
-    """Return a model whose weights stay in their files. This is all that it takes."""
+    """Return a model with weights that stay in their files. This is the complete code for streaming."""
     import torch
 
     from tensorferry.offload import stream_weights
 
     with torch.device("meta"):
         model = new_model(options)
-    if not options.built_in:  # the only buffers that are in no file
+    if not options.built_in:  # the files lack only the buffers of the rotary embedding
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     stream_weights(model, options.directory, memory_budget=options.budget_nbytes)
     return model
@@ -98,7 +98,7 @@ def built_in(width: int, heads: int, layers: int) -> Any:
 
 
 def save(model: Any, options: argparse.Namespace) -> None:
-    """Save in shards of an eighth."""
+    """Save the model in 8 shards."""
     nbytes = sum(param.nbytes for param in model.parameters())
     if not options.built_in:
         model.save_pretrained(options.directory, max_shard_size=nbytes // 8)
@@ -113,7 +113,7 @@ def save(model: Any, options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Generate, and print what came of it."""
+    """Generate text, and print the result as JSON."""
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), 2))
@@ -125,7 +125,7 @@ def generate(options: argparse.Namespace) -> None:
     base_nbytes = memory_nbytes()
     model = streamed(options) if options.kind == "streamed" else new_model(options)
     tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    began = time.perf_counter()
+    begin = time.perf_counter()
     with torch.no_grad():
         tokens = model.generate(
             tokens,
@@ -134,7 +134,7 @@ def generate(options: argparse.Namespace) -> None:
             pad_token_id=0,
             eos_token_id=None,
         )
-    seconds = (time.perf_counter() - began) / options.tokens
+    seconds = (time.perf_counter() - begin) / options.tokens
     result = {
         "tokens": tokens[0].tolist(),
         "token_seconds": seconds,
@@ -157,36 +157,38 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace, directory: Path) -> int:
-    whole = _run(options, "saved", directory, 0)
-    weights_nbytes = whole["weights_nbytes"]
+    reference = _run(options, "saved", directory, 0)
+    weights_nbytes = reference["weights_nbytes"]
     budget_nbytes = max(weights_nbytes // 6, 16 * MIB)
     kind = "small transformer" if options.built_in else "Llama"
     print(f"A {kind} with {weights_nbytes / MIB:.0f} MiB of weights.")
-    limit_nbytes = whole["base_nbytes"] + budget_nbytes + 96 * MIB
+    limit_nbytes = reference["base_nbytes"] + budget_nbytes + 96 * MIB
     with memory_limit(None if options.no_limit else limit_nbytes) as group:
         if group is None:
             print("There is no memory limit.")
         else:
             print(
-                f"Without it the process takes {whole['base_nbytes'] / MIB:.0f} MiB; the limit is "
-                f"{limit_nbytes / MIB:.0f} MiB."
+                f"Without the model, the process takes {reference['base_nbytes'] / MIB:.0f} MiB; "
+                f"the limit is {limit_nbytes / MIB:.0f} MiB."
             )
-            _tell("in memory", _run(options, "memory", directory, 0, group))
+            _print("in memory", _run(options, "memory", directory, 0, group))
         ours = _run(options, "streamed", directory, budget_nbytes, group)
-        _tell(f"streamed, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+        _print(f"streamed, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
     if "killed" in ours:
         return 1
-    equal = whole["tokens"] == ours["tokens"]
-    print(f"The tokens are {'the same' if equal else 'different'} as those of the model in memory.")
+    equal = reference["tokens"] == ours["tokens"]
+    print(
+        f"The tokens are {'the same as' if equal else 'different from'} those of the model in memory."
+    )
     return 0 if equal else 1
 
 
-def _tell(what: str, result: dict[str, Any]) -> None:
+def _print(label: str, result: dict[str, Any]) -> None:
     if "killed" in result:
-        print(f"{what}: killed for memory.")
+        print(f"{label}: killed for memory.")
         return
     print(
-        f"{what}: {result['token_seconds']:.2f} s a token, {result['peak_nbytes'] / MIB:.0f} MiB."
+        f"{label}: {result['token_seconds']:.2f} s a token, {result['peak_nbytes'] / MIB:.0f} MiB."
     )
 
 
@@ -197,20 +199,20 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    given = [f"--parameters={options.parameters}", f"--tokens={options.tokens}"]
-    given += ["--built-in"] if options.built_in else []
-    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
+    arguments = [f"--parameters={options.parameters}", f"--tokens={options.tokens}"]
+    arguments += ["--built-in"] if options.built_in else []
+    return run_kind(__file__, kind, directory, budget_nbytes, arguments, group)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Generate text with a language model that does not fit into memory."
     )
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the files go")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="folder for the files")
     parser.add_argument("--parameters", type=int, default=250_000_000)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--no-limit", action="store_true", help="compare tokens only")
-    parser.add_argument("--built-in", action="store_true", help="not a model of transformers")
+    parser.add_argument("--built-in", action="store_true", help="do not use transformers")
     parser.add_argument("--kind", choices=["saved", "memory", "streamed"], help=argparse.SUPPRESS)
     parser.add_argument("--budget-nbytes", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

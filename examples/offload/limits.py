@@ -1,4 +1,4 @@
-"""What the examples here share: processes in a memory limit."""
+"""Shared code of the examples in this folder: processes with a memory limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str], group: Path | None = None) -> dict[str, Any]:
-    """Run a Python program, in a group if there is one, and return the JSON it printed, or that it was killed."""
+    """Run a Python program, in a cgroup if one is given, and return the JSON in its last line, or {"killed": True}."""
 
     def join() -> None:
         if group is not None:
@@ -40,25 +40,25 @@ def run_kind(
     options: list[str],
     group: Path | None = None,
 ) -> dict[str, Any]:
-    """Run one of the trainings, say, that a program compares, as :func:`run` does."""
+    """Run a program with ``--kind``, which selects one of the variants that it compares. See :func:`run`."""
     own = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
     return run([program, *own, *options], group)
 
 
-def tell_training(what: str, result: dict[str, Any]) -> None:
-    """Print what came of a training."""
+def print_training(label: str, result: dict[str, Any]) -> None:
+    """Print the result of a training."""
     if "killed" in result:
-        print(f"{what}: killed for memory.")
-    elif "told" in result:
-        print(f"{what}: {result['told']}.")
+        print(f"{label}: killed for memory.")
+    elif "message" in result:
+        print(f"{label}: {result['message']}.")
     else:
         first, last = result["losses"][0], result["losses"][-1]
         peak = result["peak_nbytes"] / (1 << 20)
-        print(f"{what}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
+        print(f"{label}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
 
 
 def memory_nbytes() -> int:
-    """What this process has allocated; its libraries, which are files, are not counted."""
+    """Return the anonymous memory of this process. The files of its libraries are not counted."""
     status = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line for line in status if line.startswith("RssAnon:"))
     return int(found.split()[1]) * 1024
@@ -66,7 +66,7 @@ def memory_nbytes() -> int:
 
 @contextlib.contextmanager
 def memory_limit(nbytes: int | None) -> Iterator[Path | None]:
-    """A cgroup, of either version, with so much memory; None where there can be none."""
+    """Yield a cgroup of either version with a memory limit, or None if it cannot be created."""
     group: Path | None = None
     with contextlib.suppress(OSError):
         if nbytes is not None:
@@ -86,6 +86,7 @@ def _new_group(nbytes: int) -> Path:
     try:
         name = "memory.limit_in_bytes" if top == first else "memory.max"
         (group / name).write_text(str(nbytes))
+        # Forbid swap, too. Version 1 limits the sum of memory and swap, version 2 swap alone.
         swap = group / ("memory.memsw.limit_in_bytes" if top == first else "memory.swap.max")
         if swap.exists():
             swap.write_text(str(nbytes if top == first else 0))

@@ -1,17 +1,18 @@
-"""Train a transformer with AdamW whose state does not fit into memory.
+"""Train a transformer with AdamW and a state that does not fit into memory.
 
     python examples/offload/train.py
 
-A small transformer is trained on the CPU three times, each in a process of its own:
+A small transformer is trained three times on the CPU, each time in a separate process:
 
-1. with plain SGD, which has no state, to see what the model, its gradients and torch itself take;
-2. with torch's AdamW, in a memory limit (a cgroup) that has room for an eighth of its state and 96 MiB: it is killed;
-3. with the same AdamW offloaded, in the same limit: it trains.
+1. with plain SGD, which has no state: this shows the memory of the model, its gradients and torch itself;
+2. with torch's AdamW, and a memory limit (a cgroup) with space for an eighth of its state and 96 MiB: it is killed;
+3. with the same AdamW offloaded, and the same limit: it trains.
 
-With ``--reference`` the second one is repeated without a limit, and must end as the third one did, bit for bit.
+With ``--reference``, the second training is repeated without a limit. Its results must be identical to those of the
+third one, bit for bit.
 
-Limits take root, and a system that lets one make cgroups. Where there are none, AdamW in memory is not killed, and both
-trainings must end with the same weights and losses, bit for bit (``--no-limit`` does that everywhere).
+Memory limits need root, and a system that allows new cgroups. Otherwise, or with ``--no-limit``, AdamW in memory is not
+killed, and both trainings must have the same weights and losses, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from limits import memory_limit, memory_nbytes, run_kind, tell_training
+from limits import memory_limit, memory_nbytes, print_training, run_kind
 
 WIDTH, VOCABULARY, BATCH, LENGTH = 512, 1000, 2, 16
 LAYER_PARAMETERS = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -32,7 +33,7 @@ MIB = 1 << 20
 
 
 def train(kind: str, parameters: int, steps: int, directory: Path, budget_nbytes: int) -> None:
-    """Train, and print what came of it. This is all that a training has to do."""
+    """Train, and print the result as JSON. Only offload_optimizer() is added to an ordinary training."""
     import torch
     from torch import nn
 
@@ -105,18 +106,18 @@ def compare(options: argparse.Namespace, directory: Path) -> int:
             print("There is no memory limit.")
         else:
             print(
-                f"Without any state training takes {bare['peak_nbytes'] / MIB:.0f} MiB; the limit is "
-                f"{limit_nbytes / MIB:.0f} MiB."
+                f"Without any state, the training takes {bare['peak_nbytes'] / MIB:.0f} MiB; the limit "
+                f"is {limit_nbytes / MIB:.0f} MiB."
             )
         plain = bare if options.no_limit else _run(options, "adamw", directory, 0, group)
-        tell_training("AdamW in memory", plain)
+        print_training("AdamW in memory", plain)
         ours = _run(options, "offloaded", directory, budget_nbytes, group)
-        tell_training(f"offloaded, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+        print_training(f"offloaded, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
     if "killed" in ours:
         return 1
     if "killed" in plain and options.reference:
         plain = _run(options, "adamw", directory, 0)
-        tell_training("AdamW in memory, without a limit", plain)
+        print_training("AdamW in memory, without a limit", plain)
     if "killed" not in plain:
         equal = all(plain[name] == ours[name] for name in ("losses", "weights"))
         print(f"Losses and weights are {'the same, bit for bit' if equal else 'different'}.")
@@ -131,20 +132,24 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    given = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
-    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
+    arguments = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
+    return run_kind(__file__, kind, directory, budget_nbytes, arguments, group)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train with AdamW whose state does not fit into memory."
+        description="Train with AdamW and a state that does not fit into memory."
     )
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the state goes")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="folder for the state")
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--no-limit", action="store_true", help="compare results instead")
     parser.add_argument(
-        "--reference", action="store_true", help="compare results with those without a limit, too"
+        "--no-limit", action="store_true", help="set no limit, and compare the results"
+    )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="also compare the results with a training without a limit",
     )
     parser.add_argument("--kind", choices=["sgd", "adamw", "offloaded"], help=argparse.SUPPRESS)
     parser.add_argument("--budget-nbytes", type=int, default=0, help=argparse.SUPPRESS)

@@ -1,19 +1,20 @@
-"""Train a transformer that does not fit into memory: weights, gradients and optimizer's state.
+"""Train a transformer that does not fit into memory: its weights, gradients and optimizer state are on a drive.
 
     python examples/offload/train_larger.py
     python examples/offload/train_larger.py --parameters 1B --reference
 
-The model is written to safetensors files layer by layer, and is never in memory whole. Then it is trained on the CPU in
-a memory limit (a cgroup) that has no room for it, each time in a process of its own:
+The model is written to safetensors files layer by layer, and is never completely in memory. Then it is trained on the
+CPU with a memory limit (a cgroup) that is too small for it, each time in a separate process:
 
-1. by torch alone: it is killed;
-2. by torch with accelerate's ``disk_offload`` (where that is installed): killed, or nothing is trained;
-3. by ``offload_training``: it trains.
+1. with torch alone: the process is killed;
+2. with torch and accelerate's ``disk_offload``, if that is installed: the process is killed, or trains nothing;
+3. with ``offload_training``: it trains.
 
-With ``--reference`` torch trains without a limit, too, and must end as the third one did, bit for bit.
+With ``--reference``, torch also trains without a limit. Its results must be identical to those of the third training,
+bit for bit.
 
-Limits take root, and a system that lets one make cgroups. Where there are none, torch alone is not killed, and both
-trainings must end with the same weights and losses (``--no-limit`` does that everywhere).
+Memory limits need root, and a system that allows new cgroups. Otherwise, or with ``--no-limit``, torch alone is not
+killed, and both trainings must have the same weights and losses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from limits import memory_limit, memory_nbytes, run_kind, tell_training
+from limits import memory_limit, memory_nbytes, print_training, run_kind
 
 if TYPE_CHECKING:
     import torch
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
 VOCABULARY, BATCH, LENGTH = 1000, 2, 16
 MIB = 1 << 20
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
-# What each parameter takes in training: itself, its gradient, and AdamW's state.
+# The memory of each parameter in training: the parameter, its gradient, and AdamW's state.
 PARAMETER_NBYTES = 16
 
 
 def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[float], int]:
-    """Train with what fits into a budget. This is all that it takes."""
+    """Train within a memory budget. This is the complete code for it."""
     import torch
 
     from tensorferry.offload import offload_training
 
-    with torch.device("meta"):  # without memory
+    with torch.device("meta"):  # allocates no memory
         model = new_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = offload_training(
@@ -62,7 +63,7 @@ def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
 def train(
     model: Any, optimizer: Any, clip: Any, options: argparse.Namespace
 ) -> tuple[list[float], int]:
-    """Train: the same for all of them. Return losses, and how many bytes of memory it took."""
+    """Train with the loop that all variants share. Return the losses and the peak memory in bytes."""
     import torch
 
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
@@ -96,7 +97,7 @@ def train_in_memory(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
 
 
 def train_with_accelerate(options: argparse.Namespace) -> str:
-    """Have accelerate keep the weights on the drive, and return what comes of a training."""
+    """Train with accelerate keeping the weights on the drive, and return the outcome."""
     import accelerate
     import torch
 
@@ -105,7 +106,8 @@ def train_with_accelerate(options: argparse.Namespace) -> str:
         model,
         options.directory / "accelerate",
         execution_device="cpu",
-        preload_module_classes=["TransformerEncoderLayer"],  # they use weights of modules below
+        # This class uses the weights of its submodules directly, so accelerate must load them all with the layer.
+        preload_module_classes=["TransformerEncoderLayer"],
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
@@ -152,7 +154,7 @@ def new_layer(width: int) -> torch.nn.Module:
 
 
 def shape(parameters: int) -> tuple[int, int]:
-    """Return width and layers of a model of about so many parameters."""
+    """Return the width and the number of layers of a model with approximately ``parameters`` parameters."""
     width = 256
     while parameters > 60 * 12 * width * width and width < 8192:
         width *= 2
@@ -160,7 +162,7 @@ def shape(parameters: int) -> tuple[int, int]:
 
 
 def save_new(options: argparse.Namespace) -> dict[str, Any]:
-    """Write a model with random weights, layer by layer; one layer's training shows what torch itself takes."""
+    """Write a model with random weights, layer by layer. Train one layer, to measure the memory of torch itself."""
     import torch
     from safetensors.torch import save_file
     from torch import nn
@@ -202,18 +204,18 @@ def loaded(options: argparse.Namespace) -> Any:
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """Do what a process of its own is for."""
+    """Run the variant that ``--kind`` selects, and return its result."""
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), 2))
     if options.kind == "new":
         return save_new(options)
     if options.kind == "accelerate":
-        return {"told": train_with_accelerate(options)}
-    trained = train_on_drives if options.kind == "ours" else train_in_memory
-    model, losses, peak_nbytes = trained(options)
+        return {"message": train_with_accelerate(options)}
+    train_variant = train_on_drives if options.kind == "ours" else train_in_memory
+    model, losses, peak_nbytes = train_variant(options)
     weights = hashlib.sha256()
-    for value in model.state_dict().values():  # mapped from the drive, where they are there
+    for value in model.state_dict().values():  # values on the drive are mapped, and take no memory
         weights.update(value.numpy().data)
     return {"losses": losses, "weights": weights.hexdigest(), "peak_nbytes": peak_nbytes}
 
@@ -221,7 +223,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def compare(options: argparse.Namespace, directory: Path) -> int:
     bare = _run(options, "new", directory, 0)
     total_nbytes = PARAMETER_NBYTES * bare["parameters"]
-    # Two layers on their way and one that is computed with, each with its gradients, are the least.
+    # offload_training() needs memory for at least two layers in transfer and one in computation, each with gradients.
     budget_nbytes = max(total_nbytes // 8, 8 * bare["layer_nbytes"], 16 * MIB)
     limit_nbytes = bare["peak_nbytes"] + budget_nbytes * 11 // 10 + 96 * MIB
     print(
@@ -235,18 +237,18 @@ def compare(options: argparse.Namespace, directory: Path) -> int:
         else:
             print(f"The limit is {limit_nbytes / MIB:.0f} MiB, with torch itself.")
             plain = _run(options, "memory", directory, 0, group)
-            tell_training("torch alone", plain)
+            print_training("torch alone", plain)
             if importlib.util.find_spec("accelerate") is None:
                 print("accelerate is not installed.")
             else:
-                tell_training("accelerate", _run(options, "accelerate", directory, 0, group))
+                print_training("accelerate", _run(options, "accelerate", directory, 0, group))
         ours = _run(options, "ours", directory, budget_nbytes, group)
-        tell_training(f"on the drive, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+        print_training(f"on the drive, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
     if "killed" in ours:
         return 1
     if "killed" in plain and (options.reference or group is None):
         plain = _run(options, "memory", directory, 0)
-        tell_training("torch alone, without a limit", plain)
+        print_training("torch alone, without a limit", plain)
     if "killed" in plain:
         return 0
     equal = all(plain[name] == ours[name] for name in ("losses", "weights"))
@@ -261,12 +263,12 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    given = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
-    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
+    arguments = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
+    return run_kind(__file__, kind, directory, budget_nbytes, arguments, group)
 
 
 def count(text: str) -> int:
-    """Return the number that a text such as "100M" means."""
+    """Parse a number such as "100M"."""
     unit = UNITS.get(text[-1:].upper())
     return round(float(text) if unit is None else float(text[:-1]) * unit)
 
@@ -284,12 +286,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a transformer that does not fit into memory."
     )
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the files go")
-    parser.add_argument("--parameters", type=count, default=24_000_000, help="as 100M, or 1B")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="folder for the files")
+    parser.add_argument("--parameters", type=count, default=24_000_000, help="such as 100M or 1B")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--no-limit", action="store_true", help="compare results instead")
     parser.add_argument(
-        "--reference", action="store_true", help="compare results with those without a limit, too"
+        "--no-limit", action="store_true", help="set no limit, and compare the results"
+    )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="also compare the results with a training without a limit",
     )
     kinds = ["new", "memory", "accelerate", "ours"]
     parser.add_argument("--kind", choices=kinds, help=argparse.SUPPRESS)

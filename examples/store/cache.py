@@ -1,10 +1,10 @@
-"""A cache of tensors larger than memory: the ones used last are in memory, all others on the drive.
+"""A cache of tensors that is larger than memory: recently used tensors are in memory, all others on the drive.
 
     python examples/store/cache.py --directory /nvme/scratch
 
-Several asyncio tasks ask for activations by name. What the cache does not hold is read from a store; what it has no
-room for is written there, behind the tasks' backs. Nothing waits for a write but the memory of its tensor: who asks for
-a tensor that is just being written gets it from memory still. Nothing is left in the directory at the end.
+Several asyncio tasks request activations by name. Tensors that are not in the cache are read from a store. Tensors that
+do not fit into the cache are written to the store in the background. The tasks do not wait for writes: a tensor that is
+being written is still served from memory. At the end, the directory is empty.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tensorferry.store import TensorStore
 
 
 class Cache:
-    """Tensors by name, of which ``memory_nbytes`` are held in memory, and all that are being written."""
+    """A cache of tensors by name. Tensors of up to ``memory_nbytes``, and those being written, are in memory."""
 
     def __init__(self, store: TensorStore, memory_nbytes: int) -> None:
         self._store = store
-        self._left_nbytes = memory_nbytes
+        self._free_nbytes = memory_nbytes
         self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._writing: dict[str, asyncio.Task[torch.Tensor]] = {}
         self._reading: dict[str, asyncio.Task[torch.Tensor]] = {}
         self.hits = self.misses = 0
 
     async def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor under a name; it is the cache's from now on."""
+        """Store a tensor under a name. The caller must not change it afterwards."""
         self._hold(name, tensor)
-        await self._make_room()
+        await self._evict()
 
     async def get(self, name: str) -> torch.Tensor:
-        """Return the tensor of a name, to be read only."""
+        """Return the tensor with a name. The caller must not change it."""
         if name in self._held:
             self.hits += 1
             self._held.move_to_end(name)
@@ -48,14 +48,14 @@ class Cache:
             self._hold(name, tensor)
         else:
             self.misses += 1
-            if name not in self._reading:  # tasks that want the same tensor read it once
+            if name not in self._reading:  # concurrent requests for a tensor share one read
                 self._reading[name] = asyncio.create_task(self._read(name))
             tensor = await asyncio.shield(self._reading[name])
-        await self._make_room()
+        await self._evict()
         return tensor
 
     async def drain(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait for all writes."""
         await asyncio.gather(*self._writing.values())
 
     async def _read(self, name: str) -> torch.Tensor:
@@ -68,18 +68,17 @@ class Cache:
 
     def _hold(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._held:
-            self._left_nbytes -= tensor.nbytes
+            self._free_nbytes -= tensor.nbytes
         self._held[name] = tensor
 
-    async def _make_room(self) -> None:
-        while self._left_nbytes < 0 and len(self._held) > 1:
+    async def _evict(self) -> None:
+        while self._free_nbytes < 0 and len(self._held) > 1:
             name, tensor = self._held.popitem(last=False)
-            self._left_nbytes += tensor.nbytes
-            if (
-                name not in self._store and name not in self._writing
-            ):  # else the drive has it already: tensors do not change
+            self._free_nbytes += tensor.nbytes
+            # Tensors do not change, so one that is in the store need not be written again.
+            if name not in self._store and name not in self._writing:
                 self._writing[name] = asyncio.create_task(self._write(name, tensor))
-        # No more than a few tensors at a time are in memory beyond the limit.
+        # Limit the number of tensors that are in memory in addition to the cache.
         while len(self._writing) > 8:
             await asyncio.wait(self._writing.values(), return_when=asyncio.FIRST_COMPLETED)
 
@@ -95,19 +94,19 @@ def activation(number: int, nbytes: int) -> torch.Tensor:
 
 
 async def work(cache: Cache, seed: int, arguments: argparse.Namespace) -> None:
-    """Ask for tensors, some more often than others, and check each."""
+    """Request tensors, some more often than others, and check each of them."""
     chosen = random.Random(seed)
     for _ in range(arguments.requests):
         number = min(int(chosen.expovariate(8 / arguments.tensors)), arguments.tensors - 1)
         tensor = await cache.get(f"activation {number}")
         if not torch.equal(tensor, activation(number, arguments.nbytes)):
-            raise AssertionError(f"activation {number} is not what it was")
+            raise AssertionError(f"activation {number} has changed")
 
 
 async def run(arguments: argparse.Namespace, directory: str) -> None:
     total = arguments.tensors * arguments.nbytes
     with TensorStore(directory) as store:
-        # A disk that has not so much is found now.
+        # Allocate the space now, to report a full disk before the work begins.
         store.reserve(total, in_flight_nbytes=0)
         cache = Cache(store, arguments.memory_nbytes)
         for number in range(arguments.tensors):
@@ -125,12 +124,12 @@ async def run(arguments: argparse.Namespace, directory: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", help="on the drive to use; by default a temporary one")
+    parser.add_argument("--directory", help="a folder on the drive; by default a temporary one")
     parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--nbytes", type=int, default=4 << 20, help="of a tensor")
+    parser.add_argument("--nbytes", type=int, default=4 << 20, help="size of a tensor")
     parser.add_argument("--memory-nbytes", type=int, default=200 << 20)
     parser.add_argument("--tasks", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=50, help="of a task")
+    parser.add_argument("--requests", type=int, default=50, help="requests of each task")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         asyncio.run(run(arguments, directory))

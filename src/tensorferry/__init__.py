@@ -4,8 +4,8 @@
 >>> tensorferry.write(path, tensor)  # doctest: +SKIP
 >>> tensorferry.read(path, tensor)   # doctest: +SKIP
 
-``help()`` of each name below says more, as does the user guide; ``tensorferry.checkpoint``, ``safetensors``, ``store``,
-``offload`` and ``deepspeed`` are imported by themselves.
+See ``help()`` of each name below, and the user guide. The subpackages ``tensorferry.checkpoint``, ``safetensors``,
+``store``, ``offload`` and ``deepspeed`` are not imported with this package; import each one that you use.
 """
 
 from tensorferry.deepnvme.gds import gds_handle
@@ -53,7 +53,7 @@ __all__ = [
     "write_many",
 ]
 
-# Other modules of the package are its own affair.
+# The public subpackages, which dir() lists. All other modules of the package are private.
 _PRODUCTS = ["checkpoint", "deepspeed", "offload", "safetensors", "store"]
 
 

@@ -1,4 +1,4 @@
-"""``python -m tensorferry``: the command line."""
+"""``python -m tensorferry`` runs the command line."""
 
 from tensorferry.cli import main
 

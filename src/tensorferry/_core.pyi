@@ -119,7 +119,7 @@ class Request:
 
 class Checksums:
     def __init__(
-        self, chunk_nbytes: int, of_segments: bool, expected: Sequence[int], straight: bool
+        self, chunk_nbytes: int, of_segments: bool, expected: Sequence[int], in_place: bool
     ) -> None: ...
     @property
     def chunks(self) -> list[int] | None: ...
@@ -211,77 +211,79 @@ class Future:
     def __init__(self, array: object | None, keep: object | None) -> None: ...
     def done(self) -> bool:
         """
-        Return whether the transfer has ended: well, with a failure, or cancelled.
+        Return whether the transfer has ended: successfully, with a failure, or by :meth:`cancel`.
         """
 
     def running(self) -> bool:
         """
-        Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done.
+        Return whether the transfer has not ended. A cancelled one runs until its blocks in flight are done.
         """
 
     def cancel(self) -> bool:
         """
-        End the transfer before its time.
+        Cancel the transfer.
 
-        What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
-        :meth:`result` and the array. A write leaves its range with old and new bytes.
+        Blocks that were not passed to the kernel are dropped. Blocks in flight are completed: until then
+        :meth:`done` is False, :meth:`result` waits, and the array must stay as it is. A cancelled write leaves old
+        and new bytes in its range.
 
         Returns
         -------
         bool
-            False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.
+            False if the transfer had already ended, else True. Once the transfer has ended,
+            :meth:`cancelled` shows whether this took effect.
         """
 
     def cancelled(self) -> bool:
         """
-        Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success.
+        Return whether :meth:`cancel` ended the transfer. If it moved all its bytes nevertheless, it is a success.
         """
 
     def exception(self, timeout: float | None = None) -> tensorferry.errors.StorageError | None:
         """
-        Wait, and return what went wrong, or None.
+        Wait for the transfer, and return its exception or None.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most; None waits as long as it takes.
+            Seconds to wait at most; None waits without a limit.
 
         Raises
         ------
         TimeoutError
-            The transfer has not ended in time; it goes on.
+            The transfer has not ended within ``timeout`` seconds. It continues.
         concurrent.futures.CancelledError
-            It was cancelled.
+            The transfer was cancelled.
         RuntimeError
-            This is a forked child, and the transfer is its parent's.
+            This is a forked child, and the transfer belongs to its parent.
         """
 
     def result(self, timeout: float | None = None) -> Any:
         """
-        Wait, and return the array.
+        Wait for the transfer, and return the array.
 
         Raises
         ------
         StorageError
             The transfer failed.
         TimeoutError
-            It has not ended within ``timeout`` seconds; it goes on.
+            The transfer has not ended within ``timeout`` seconds. It continues.
         concurrent.futures.CancelledError
-            It was cancelled.
+            The transfer was cancelled.
         RuntimeError
-            This is a forked child, and the transfer is its parent's.
+            This is a forked child, and the transfer belongs to its parent.
         """
 
     def __await__(self) -> Generator[Any, None, Any]: ...
     def __next__(self) -> Any: ...
     def send(self, value: None) -> Any:
-        """Go on as a coroutine; for asyncio."""
+        """Resume as a coroutine; for asyncio."""
 
     def throw(self, *error: Any) -> NoReturn:
-        """Go on with an exception, as a coroutine; for asyncio."""
+        """Resume as a coroutine with an exception; for asyncio."""
 
     def close(self) -> None:
-        """Do nothing: coroutines have this method. The transfer goes on."""
+        """Do nothing. Coroutines have this method; the transfer continues."""
 
     def _start(self, request: object, check: object | None = None) -> None: ...
     def _gives(self, result: object | None, deliver: object | None = None) -> None: ...
@@ -314,7 +316,7 @@ class Stream:
         expected_nbytes: int,
     ) -> None: ...
     def append(self, scheduler: Scheduler, segments: Segments) -> None: ...
-    def append_made(
+    def append_with_fields(
         self,
         scheduler: Scheduler,
         data: bytes,

@@ -1,10 +1,10 @@
-"""The exceptions. What can be known before any I/O is a ``ValueError`` or ``TypeError`` instead."""
+"""The exceptions for failed I/O. Problems that are found before any I/O raise ``ValueError`` or ``TypeError``."""
 
 from __future__ import annotations
 
 import copy
 import os
-from errno import EFAULT
+from errno import EFAULT, ENOENT
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,22 +12,24 @@ if TYPE_CHECKING:
 
 
 class StorageError(OSError):
-    """Some bytes could not be moved, and which.
+    """Some bytes could not be transferred.
 
     Attributes
     ----------
     errno : int or None
-        The system's error number; None for a read past the end of the file.
+        The error number of the system; None for a read past the end of the file.
     filename : str
-        Path of the file.
+        The path of the file.
     offset : int
-        File offset of the first byte that could not be moved, in bytes.
+        The file offset of the first byte that could not be transferred. For a read that was refused because the file
+        is too short, this is the end of the file, or the offset of the read if that is larger; nothing was read.
     expected : int
-        Bytes that the call was to move.
+        The number of bytes that the call was to transfer.
     transferred : int
-        Bytes that had been moved when it failed. Blocks move in parallel, so they need not be the first ones.
+        The number of bytes that had been transferred when the error occurred. Blocks are transferred in parallel, so
+        these are not always the first bytes.
     others : tuple of StorageError
-        Where one call moves several arrays: the further ones that failed, in the order in which they were given.
+        If one call transfers several arrays, and further arrays failed: their errors, in the order of the arrays.
     """
 
     filename: str
@@ -72,14 +74,14 @@ class ShortReadError(StorageError):
 
 
 class ChecksumError(StorageError):
-    """What was read is not what its checksum is of. No byte of the chunk concerned has reached an array.
+    """A chunk's bytes do not have the expected checksum. Except with ``in_place``, none of these bytes is in an array.
 
     Attributes
     ----------
     offset : int
-        File offset of the first byte of the chunk, the first one of those found.
+        The file offset of the chunk. If several chunks are damaged, this is the one that was found first.
     nbytes : int
-        Bytes of the chunk.
+        The size of the chunk in bytes.
     """
 
     nbytes: int = 0
@@ -89,7 +91,7 @@ class ChecksumError(StorageError):
 
 
 class EngineUnavailableError(RuntimeError):
-    """No engine, or not the one that was asked for, can be had here; the message has reason and remedy."""
+    """No engine works on this machine, or the requested one does not; the message has the reason and the remedy."""
 
 
 def _rebuild(
@@ -113,17 +115,22 @@ def storage_error(
     damaged_nbytes: int,
     hint: str,
 ) -> StorageError:
-    """Build the exception for a fault of the core, which calls this."""
+    """Return the exception for a fault of the core. The core calls this function."""
     kind: type[StorageError]
     if damaged_nbytes:
         kind, reason = ChecksumError, "Checksum mismatch"
-        hint = f"bytes {offset} to {offset + damaged_nbytes} are not those of the checksum"
+        hint = f"bytes {offset} to {offset + damaged_nbytes} do not match the checksum"
     elif end_of_file:
         kind, reason = ShortReadError, "End of file"
     else:
         kind, reason = StorageError, os.strerror(errno)
+    if not hint and errno == ENOENT and operation == "open":
+        hint = missing_folder(os.fsdecode(path))
     message = f"{reason} ({operation}"
-    if expected > 0:  # else it failed before there was anything to move
+    # A read that was refused before it began has a hint with its offset and size. Otherwise `expected` is 0 if the
+    # error occurred before the size of the transfer was known.
+    refused = end_of_file and hint.startswith("the file has ")
+    if expected > 0 and not refused:
         message += f" at offset {offset}: {transferred} of {expected} bytes moved"
     if hint:
         message += f"; {hint}"
@@ -140,22 +147,28 @@ def storage_error(
     return error
 
 
-def first_of(failures: Sequence[StorageError], what: str) -> StorageError:
-    """Return the first of several failures, which knows the others; its message counts them as ``what``."""
+def missing_folder(path: str) -> str:
+    """Say that the folder of a path does not exist; return an empty text if it exists."""
+    folder = os.path.dirname(path)  # noqa: PTH120 (shows the folder as the caller has typed it)
+    return f"the folder {folder!r} does not exist" if folder and not os.path.exists(folder) else ""  # noqa: PTH110
+
+
+def first_error(failures: Sequence[StorageError], what: str) -> StorageError:
+    """Return the first of several errors with the rest in ``others``; its message has their number and ``what``."""
     first, *others = failures
     if others:
-        first = copy.copy(first)  # another call may raise it as well
+        first = copy.copy(first)  # another call may raise the same object
         first.strerror = f"{first.strerror}; {len(others)} more {what} failed too"
         first.others = tuple(others)
     return first
 
 
 def memory_moved(path: str, offset: int, nbytes: int) -> StorageError:
-    """Build the exception for a transfer whose array gave its memory back to its library meanwhile."""
+    """Return the exception for a transfer of an array that released its memory before the transfer ended."""
     return StorageError(
         EFAULT,
-        f"{os.strerror(EFAULT)} (the array's memory went back to torch or NumPy, as by resize_(), before its transfer "
-        f"of {nbytes} bytes at offset {offset} was seen to end: what was moved cannot be trusted)",
+        f"{os.strerror(EFAULT)} (the array's memory was released to torch or NumPy, for example by resize_(), before "
+        f"its transfer of {nbytes} bytes at offset {offset} had ended: the transferred bytes are not valid)",
         path,
         offset=offset,
         expected=nbytes,

@@ -1,9 +1,9 @@
-"""NumPy's .npy and .npz files: headers are read when a file is opened, arrays and slices when they are asked for.
+"""NumPy's .npy and .npz files: opening a file reads its headers; arrays and slices are read on demand.
 
-Headers are parsed by numpy.lib.format, directories of archives by zipfile. The data of a .npy file, and those of a
-member that is stored as it is, lie in the file and are read by the core, only the bytes that an index needs. A member
-that is compressed is read whole, by zipfile. Pickled objects are refused. Of a stored member that is read whole the
-CRC-32 is compared, as zipfile does for one that is compressed.
+A .npz file is a zip archive, each member of which is a .npy file. numpy.lib.format parses the headers, and zipfile
+parses the directories of archives. The core reads the data of a .npy file and of uncompressed members, and only those
+bytes that an index needs. zipfile reads a compressed member as a whole. Pickled objects are refused. If an uncompressed
+member is read as a whole, its CRC-32 is verified; zipfile verifies that of a compressed member.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tensorferry._core import crc32_combine
 from tensorferry.base.ranges import read_plan, strides_of
 from tensorferry.safetensors.slicing import select
 from tensorferry.transfer.arrays import collect_runs
-from tensorferry.transfer.plain import plain_of
+from tensorferry.transfer.python_files import reopen_python_file
 from tensorferry.transfer.remote import source_path
 
 if TYPE_CHECKING:
@@ -35,21 +35,22 @@ if TYPE_CHECKING:
 __all__ = ["Array", "FormatError", "NumpyFile"]
 
 SUFFIX = ".npy"
-# Of a member's local header, which its name and further fields follow.
+# The local header of a member (a file in a zip archive): the position of the two lengths, of the name and of the extra
+# field; and the header's size without the name and the extra field, which follow it.
 _NAME_LENGTHS_AT, _LOCAL_HEADER_NBYTES = 26, 30
 
 
 class FormatError(ValueError):
-    """A file is damaged, is not NumPy's, or has what is not read: pickled objects, encrypted members.
+    """A file is damaged, is not a NumPy file, or has unsupported contents (pickled objects or encrypted members).
 
     Attributes
     ----------
     reason : str
-        What is wrong.
+        The problem.
     path : str
-        The file.
+        The path of the file.
     name : str or None
-        The array concerned, where there is one.
+        The name of the array, if the problem concerns one.
     """
 
     def __init__(self, reason: str, path: str, name: str | None = None) -> None:
@@ -58,25 +59,25 @@ class FormatError(ValueError):
         self.reason, self.path, self.name = reason, path, name
 
 
-class Place(NamedTuple):
-    """An array in a file.
+class StoredArray(NamedTuple):
+    """The description of an array in a file.
 
     Attributes
     ----------
     name : str
-        A member's without its suffix; of a .npy file an empty one.
+        The name of the archive's member without its suffix; empty for a .npy file.
     dtype : dtype
-        Of its elements.
+        The dtype of its elements.
     shape : tuple of int
-        Of the array.
+        The shape of the array.
     is_fortran : bool
-        Whether the first dimension is the one whose elements lie side by side.
+        Whether the elements are in Fortran order (the first dimension varies fastest).
     header_nbytes, nbytes : int
-        Of its header, and of its elements, which follow it.
+        The sizes of the array's header and of its elements, which follow the header.
     begin : int or None
-        Where in the file its header begins; None: the member is compressed.
+        The file offset of the array's header; None if the member is compressed.
     crc : int or None
-        The CRC-32 of header and elements.
+        The CRC-32 of header and elements; None for a .npy file, which has no checksum.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Place(NamedTuple):
 
 
 class NumpyFile(Mapping[str, "Array"]):
-    """A .npy or .npz file, open to take arrays from by name; that of a .npy file is the empty name.
+    """An open .npy or .npz file: a mapping from names to arrays. The array in a .npy file has the empty name.
 
     A context manager. Any number of threads may use it.
 
@@ -102,9 +103,9 @@ class NumpyFile(Mapping[str, "Array"]):
     Raises
     ------
     FormatError
-        It is damaged, cut short, or has something else than arrays of numbers, text and times.
+        The file is damaged or truncated, or has contents other than arrays of numbers, text and times.
     StorageError
-        It cannot be read.
+        The file cannot be read.
 
     Examples
     --------
@@ -116,10 +117,10 @@ class NumpyFile(Mapping[str, "Array"]):
         self.path = source_path(path)
         self._file = tensorferry.open(self.path)
         self._arrays: dict[str, Array] = {}
-        with self._stream() as stream, _told(self.path):
-            for place in _places(stream, self._file.size):
+        with self._stream() as stream, _format_errors(self.path):
+            for place in _stored_arrays(stream, self._file.size):
                 if place.name in self._arrays:
-                    raise FormatError("there are two of this name", self.path, place.name)
+                    raise FormatError("two arrays have this name", self.path, place.name)
                 self._arrays[place.name] = Array(self, place)
 
     def __getitem__(self, name: str) -> Array:
@@ -138,58 +139,59 @@ class NumpyFile(Mapping[str, "Array"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file; arrays that were read stay."""
+        """Close the file; arrays that were read remain valid."""
         self._file.close()
 
     def __repr__(self) -> str:
         return f"<NumpyFile {self.path!r}: {len(self)} arrays>"
 
     def _stream(self) -> IO[bytes]:
-        """Return the same file, whatever has its name now, as Python has files."""
-        return plain_of(self._file, buffered=True)
+        """Return a Python file object for the same file, even if its path now names another file."""
+        return reopen_python_file(self._file, buffered=True)
 
 
 class Array:
-    """An array in a file; indexing it reads what the index needs, :meth:`read` all of it.
+    """An array in a file; indexing reads the bytes that the index needs, :meth:`read` reads the whole array.
 
     Attributes
     ----------
     dtype, shape, nbytes
-        As NumPy has them.
-    place : Place
-        Where it lies.
+        As for a NumPy array.
+    place : StoredArray
+        Its description, with its position in the file.
     """
 
-    def __init__(self, held: NumpyFile, place: Place) -> None:
-        self._held = held
+    def __init__(self, owner: NumpyFile, place: StoredArray) -> None:
+        self._owner = owner
         self.place = place
         self.dtype, self.shape, self.nbytes = place.dtype, place.shape, place.nbytes
 
     def read(self, out: Any = None) -> Any:
-        """Return all of the array; its CRC-32 is compared, where it has one.
+        """Read and return the whole array; verify its CRC-32 if it has one.
 
         Parameters
         ----------
         out : array, optional
-            Memory for it, of any library, on a GPU as well, of as many bytes: for arrays in C order, little-endian.
+            An array of any library, in host memory or on a GPU, with the same number of bytes, which is filled and
+            returned. Only for arrays in C order with native (little-endian) bytes that are not compressed.
 
         Raises
         ------
         FormatError
-            It is damaged, or cannot be read into ``out``.
+            The array is damaged, or cannot be read into ``out``.
         StorageError
-            It cannot be read.
+            The array cannot be read.
         """
         place = self.place
         is_plain = place.begin is not None and not place.is_fortran and self.dtype.isnative
         if out is not None and (not is_plain or out.nbytes != self.nbytes):
-            reason = f"out=, of {out.nbytes} bytes, cannot have it: {place}"
-            raise FormatError(reason, self._held.path, place.name)
+            reason = f"cannot be read into out= of {out.nbytes} bytes: {place}"
+            raise FormatError(reason, self._owner.path, place.name)
         if place.begin is None:
-            return self._decompressed()
+            return self._decompress()
         data = np.empty(place.nbytes, np.uint8) if out is None else out
         sums = tensorferry.Checksums(segments=True)
-        self._held._file.read([place.header_nbytes, data], place.begin, checksums=sums)
+        self._owner._file.read([place.header_nbytes, data], place.begin, checksums=sums)
         header_crc, crc = sums.segments
         self._compare(crc32_combine(header_crc, crc, place.nbytes))
         if out is not None:
@@ -199,39 +201,39 @@ class Array:
         return array.T if place.is_fortran else array
 
     def check(self) -> None:
-        """Read the array, and raise FormatError where its CRC-32 is not what the archive says."""
+        """Read the array, and raise FormatError if its CRC-32 differs from that in the archive."""
         place = self.place
         if place.begin is None:
-            self._decompressed()
+            self._decompress()
         elif place.crc is not None:
             sums = tensorferry.Checksums(segments=True)
-            wanted: list[Any] = [place.header_nbytes + place.nbytes, bytearray()]
-            self._held._file.read(wanted, place.begin, checksums=sums)
+            segments: list[Any] = [place.header_nbytes + place.nbytes, bytearray()]
+            self._owner._file.read(segments, place.begin, checksums=sums)
             self._compare(sums.segments[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what an index chooses, by NumPy's rules.
+        """Return the elements that an index selects, by NumPy's rules.
 
-        Of integers, slices that go forward, or one list of positions only the bytes that they need are read, and no
-        CRC-32 can be compared; for other indices, and compressed members, all of the array.
+        For integers, slices with a positive step, or one list of positions, only the selected bytes are read, without
+        a CRC-32 check. For all other indices, and for compressed members, the whole array is read.
         """
         parts = index if isinstance(index, tuple) else (index,)
         is_sliced = all(map(_is_slice, parts)) or (type(index) is list and self.shape != ())
-        chosen = select(index, self.shape, self._held.path, self.place.name) if is_sliced else None
+        chosen = select(index, self.shape, self._owner.path, self.place.name) if is_sliced else None
         if chosen is None or self.place.begin is None or 0 in (self.nbytes, *chosen.shape):
             return self.read()[index]
         if self.place.is_fortran:
-            array = self._chosen(chosen.positions[::-1], self.shape[::-1]).T
+            array = self._read_positions(chosen.positions[::-1], self.shape[::-1]).T
         else:
-            array = self._chosen(chosen.positions, self.shape)
+            array = self._read_positions(chosen.positions, self.shape)
         array = array[chosen.basic]
         array = array[chosen.lists] if chosen.lists else array
-        # NumPy gives a scalar where integers choose it, and an array of no dimensions where there is an ellipsis.
+        # Like NumPy, return a scalar if integers select one element, but a 0-dimensional array if there is an ellipsis.
         return array if array.shape or Ellipsis in parts else array[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("copy: an array of a file is read, which makes a copy")
+            raise ValueError("copy: reading an array from a file always makes a copy (got False)")
         return np.asarray(self.read(), dtype)
 
     def __repr__(self) -> str:
@@ -239,27 +241,27 @@ class Array:
 
     def _compare(self, crc: int) -> None:
         if self.place.crc not in (None, crc):
-            reason = f"its CRC-32 is {crc:08x} instead of {self.place.crc:08x}"
-            raise FormatError(reason, self._held.path, self.place.name)
+            reason = f"its CRC-32 is {crc:08x}, expected {self.place.crc:08x}"
+            raise FormatError(reason, self._owner.path, self.place.name)
 
-    def _decompressed(self) -> np.ndarray[Any, Any]:
+    def _decompress(self) -> np.ndarray[Any, Any]:
         name = self.place.name
         with (
-            _told(self._held.path, name),
-            self._held._stream() as stream,
+            _format_errors(self._owner.path, name),
+            self._owner._stream() as stream,
             zipfile.ZipFile(stream) as archive,
             archive.open(name + SUFFIX) as member,
         ):
             array: np.ndarray[Any, Any] = npy_format.read_array(member, allow_pickle=False)
-            member.read()  # at the end zipfile compares the CRC-32
+            member.read()  # zipfile verifies the CRC-32 when it reaches the end of the member
         return array
 
-    def _chosen(
+    def _read_positions(
         self, positions: tuple[Sequence[int], ...], shape: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """Return an array of just these positions of each dimension, all of them as they lie in the file."""
+        """Read the elements at the given positions of each dimension; the dimensions are in the order of the file."""
         assert self.place.begin is not None
-        begin, file = self.place.begin + self.place.header_nbytes, self._held._file
+        begin, file = self.place.begin + self.place.header_nbytes, self._owner._file
         plan = read_plan(positions, shape, self.dtype.itemsize)
         sizes = tuple(map(len, positions))
         data = np.empty(math.prod(sizes) * self.dtype.itemsize, np.uint8)
@@ -275,8 +277,8 @@ class Array:
         rows = result.reshape(-1, *sizes[split:])
         for window in plan.windows:
             slab = file.read(np.empty(window.nbytes, np.uint8), begin + window.begin)
-            wanted = [positions[split][window.first : window.stop], *positions[split + 1 :]]
-            steps = zip(wanted, strides[split:], strict=True)
+            selected = [positions[split][window.first : window.stop], *positions[split + 1 :]]
+            steps = zip(selected, strides[split:], strict=True)
             at_each = [(np.asarray(each) - each[0]) * step for each, step in steps]
             elements = slab.view(self.dtype)[functools.reduce(np.add.outer, at_each)]
             rows[window.row, window.first : window.stop] = elements
@@ -284,88 +286,96 @@ class Array:
 
 
 def _is_slice(part: Any) -> bool:
-    """Return whether a part of an index is one of which only the bytes are read that it needs."""
+    """Return whether a part of an index lets __getitem__() read only the selected bytes."""
     if isinstance(part, slice):
         return part.step is None or part.step > 0
     return part is None or part is Ellipsis or type(part) is int
 
 
-def _places(stream: IO[bytes], file_nbytes: int) -> Iterator[Place]:
-    """Yield where the arrays of a file lie, checked."""
+def _stored_arrays(stream: IO[bytes], file_nbytes: int) -> Iterator[StoredArray]:
+    """Yield the descriptions of a file's arrays, after checking them."""
     magic = stream.read(len(npy_format.MAGIC_PREFIX))
     stream.seek(0)
     if magic == npy_format.MAGIC_PREFIX:
-        yield _place("", stream, file_nbytes, begin=0)
+        yield _stored_array("", stream, file_nbytes, begin=0)
         return
     if not magic.startswith(b"PK"):
-        raise ValueError("it is neither a .npy nor a .npz file, or its beginning is damaged")
+        raise ValueError("not a .npy or .npz file, or its beginning is damaged")
     with zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
             name = info.filename.removesuffix(SUFFIX)
             if name == info.filename:
-                raise ValueError(f"its member {name!r} is not a .npy file")
+                raise ValueError(f"member {name!r} is not a .npy file")
             begin = None
             if not 0 <= info.header_offset <= file_nbytes - _LOCAL_HEADER_NBYTES:
-                raise ValueError(f"its member {name!r} is not all there")
+                raise ValueError(f"member {name!r} is truncated")
             if info.compress_type == zipfile.ZIP_STORED:
                 stream.seek(info.header_offset + _NAME_LENGTHS_AT)
                 begin = info.header_offset + _LOCAL_HEADER_NBYTES
                 begin += sum(struct.unpack("<2H", stream.read(4)))
                 if begin + info.file_size > file_nbytes:
-                    raise ValueError(f"its member {name!r} is not all there")
-            with archive.open(
-                info
-            ) as member:  # raises where it is encrypted, which adds to its size
+                    raise ValueError(f"member {name!r} is truncated")
+            # The sizes of an encrypted member differ even if it is not compressed. open() raises an error for such a
+            # member, so only the sizes of members that are not encrypted are compared.
+            with archive.open(info) as member:
                 if begin is not None and info.compress_size != info.file_size:
-                    raise ValueError(f"its member {name!r} has two sizes, and is not compressed")
-                yield _place(name, member, info.file_size, begin=begin, crc=info.CRC)
+                    raise ValueError(
+                        f"member {name!r} is not compressed but has two different sizes"
+                    )
+                yield _stored_array(name, member, info.file_size, begin=begin, crc=info.CRC)
 
 
-def _place(
+def _stored_array(
     name: str, stream: IO[bytes], whole_nbytes: int, *, begin: int | None, crc: int | None = None
-) -> Place:
-    """Read a header, and check that its elements are there and nothing else is."""
+) -> StoredArray:
+    """Read the header of an array, and check that exactly the array's elements follow the header."""
     version = npy_format.read_magic(stream)
     read_header = {
         (1, 0): npy_format.read_array_header_1_0,
         (2, 0): npy_format.read_array_header_2_0,
     }.get(version)
     if read_header is None:
-        raise ValueError(f"the version {version} of the format is not read (array {name!r})")
+        raise ValueError(
+            f"array {name!r} has version {version} of the format, which is not supported"
+        )
     shape, is_fortran, dtype = read_header(stream)
     if dtype.hasobject:
         raise ValueError(
-            f"array {name!r} has pickled objects, which may run any code when they are loaded: they are not read"
+            f"array {name!r} has pickled objects, which may run any code when they are loaded: not supported"
         )
     if any(type(length) is not int or length < 0 for length in shape):
-        raise ValueError(f"array {name!r} has the shape {shape}")
+        raise ValueError(f"array {name!r} has the invalid shape {shape}")
     if (
         dtype.subdtype is not None
-    ):  # elements would be further dimensions, of which the shape knows nothing
-        raise ValueError(f"array {name!r} has arrays as elements: {dtype}")
+    ):  # such elements add dimensions to an array that the shape does not include
+        raise ValueError(
+            f"array {name!r} has arrays as elements (dtype {dtype}), which is not supported"
+        )
     header_nbytes, nbytes = stream.tell(), math.prod(shape) * dtype.itemsize
     behind = whole_nbytes - header_nbytes - nbytes
     if behind:
-        told = f"{-behind} bytes are missing" if behind < 0 else f"{behind} bytes stand behind it"
-        raise ValueError(f"array {name!r} of the shape {shape} has {nbytes} bytes, and {told}")
-    # All its elements in one place: raises where NumPy has no such array.
+        problem = f"{-behind} bytes are missing" if behind < 0 else f"{behind} more bytes follow it"
+        raise ValueError(f"array {name!r} of shape {shape} has {nbytes} bytes, but {problem}")
+    # The constructor raises an error if NumPy does not support such an array. With strides of 0 the array needs memory
+    # for one element only.
     np.ndarray(shape, dtype, bytes(dtype.itemsize if nbytes else 0), strides=(0,) * len(shape))
     is_fortran = is_fortran and len(shape) > 1
-    return Place(name, dtype, shape, is_fortran, header_nbytes, nbytes, begin, crc)
+    return StoredArray(name, dtype, shape, is_fortran, header_nbytes, nbytes, begin, crc)
 
 
 @contextlib.contextmanager
-def _told(path: str, name: str | None = None) -> Iterator[None]:
-    """Make FormatErrors of what NumPy and zipfile say of a damaged file."""
+def _format_errors(path: str, name: str | None = None) -> Iterator[None]:
+    """Raise the exceptions of NumPy and zipfile for a damaged file as FormatError."""
     try:
         yield
     except (FormatError, MemoryError):
         raise
     except (ValueError, zipfile.BadZipFile, RuntimeError) as error:
-        # A RuntimeError where a password is needed, or a way of compressing is not known.
+        # zipfile raises RuntimeError if a password is needed or the compression method is not supported.
         raise FormatError(str(error), path, name) from None
     except Exception as error:
-        # Whatever Python's parser, which NumPy has for headers, and decompressors say; bz2 an OSError without a number.
+        # NumPy parses headers with Python's parser, which raises various exceptions, and so do decompressors: bz2
+        # raises an OSError without an errno. An OSError with an errno is a real I/O error.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise FormatError(f"it is damaged or cut short ({error})", path, name) from None
+        raise FormatError(f"damaged or truncated: {error}", path, name) from None

@@ -1,4 +1,4 @@
-"""Where ``Field`` was in 0.1: it is ``tensorferry.Field`` now, and this module goes with the next release."""
+"""The module that had ``Field`` in 0.1. Use ``tensorferry.Field``; the next release removes this module."""
 
 import warnings
 
@@ -7,5 +7,7 @@ from tensorferry import Field, Stream
 __all__ = ["Field", "Stream"]
 
 warnings.warn(
-    "tensorferry.streams.Field is tensorferry.Field now", DeprecationWarning, stacklevel=2
+    "tensorferry.streams.Field is deprecated; use tensorferry.Field",
+    DeprecationWarning,
+    stacklevel=2,
 )

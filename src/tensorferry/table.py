@@ -1,7 +1,7 @@
-"""``Table``: rows of a table on drives, by number.
+"""``Table``: reading and writing rows of a table on drives by row number.
 
-Which bytes are wanted is found in the core, for all rows of a call at once: sorted, each page once. Here numbers become
-integers, and memory becomes arrays.
+For all rows of a call together, the core computes which bytes of the file to transfer: in the order of the file, and
+each page only once. This module converts row numbers to 64-bit integers, and arrays to addresses and sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base.checks import checked_offset, one_of
-from tensorferry.errors import StorageError, first_of, memory_moved
+from tensorferry.errors import StorageError, first_error, memory_moved
 from tensorferry.transfer.arrays import memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import File, in_background
@@ -26,53 +26,57 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Direct, Path
     from tensorferry.transfer.arrays import Memory
-    from tensorferry.transfer.files import Priority, Transferring
+    from tensorferry.transfer.files import Priority, TransferMethods
 
 _MODES = ("r", "r+", "rb", "rb+", "r+b")
 
 
 class _Part(NamedTuple):
-    """Rows of a table that are in one file."""
+    """A part of a table: consecutive rows in one file."""
 
-    file: Transferring
-    offset: int  # of the first one
+    file: TransferMethods
+    offset: int  # of the first row
     rows: int
 
 
 class _Rows(NamedTuple):
-    """Rows of one file that a call wants: memory and gaps, from an offset on."""
+    """The rows of one file that a call reads or writes.
 
-    file: Transferring
+    The segments are pieces of memory, and gaps for the bytes between rows; they follow each other in the file from
+    ``offset`` on.
+    """
+
+    file: TransferMethods
     segments: _core.Segments
     offset: int
 
 
 class Table:
-    """Rows that lie one behind the other in a file, to be read and written by number.
+    """A table of consecutive rows in a file, which are read and written by row number.
 
-    The file may be far larger than memory. A call reads the pages that hold its rows, each once, with all reads on
-    their way together; what the page cache holds comes from there. Any number of threads may use a table, and any
-    number of calls may be on their way; closing waits for them. Tables are context managers.
+    The file may be far larger than memory. A call reads each page that holds some of its rows once, with all reads
+    outstanding together; pages in the page cache are copied from it. Any number of threads may use a table, with any
+    number of outstanding calls; closing waits for them. Tables are context managers.
 
     Parameters
     ----------
     path : str, bytes, PathLike, or a sequence of them
-        The file; several are one file over several drives, as :func:`tensorferry.open` has them.
+        The file. Several paths are one striped file over several drives, as for :func:`tensorferry.open`.
     shape : sequence of int
-        Of the table: rows first, and then what a row is, which may be nothing.
+        The shape of the table: the number of rows, followed by the shape of a row, which may be empty.
     dtype : torch.dtype, numpy.dtype, or a name of one
-        Of an element. A name is NumPy's dtype, or torch's where NumPy has none, as of "bfloat16".
+        The dtype of an element. A name is a NumPy dtype, or a torch dtype that NumPy lacks, such as "bfloat16".
     offset : int
-        Where in the file the first row begins, in bytes.
+        The file offset of the first row in bytes.
     mode : "r" or "r+"
-        Whether rows may be written, too.
+        "r" opens the table for reading, "r+" for reading and writing.
     direct, stripe_nbytes, engine, block_size, queue_depth
         As for :func:`tensorferry.open`.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable, or the file is shorter than the table.
+        An argument is invalid, or the file is shorter than the table.
     StorageError
         The file cannot be opened.
 
@@ -99,7 +103,7 @@ class Table:
         one_of(mode, "mode", _MODES)
         self._describe(shape, dtype)
         offset = checked_offset(offset, self._shape[0] * self._row_nbytes)
-        opened: Any = open_file  # of one path or several
+        opened: Any = open_file  # Any: mypy cannot choose an overload for one path or several
         file = opened(
             path,
             mode,
@@ -109,7 +113,7 @@ class Table:
             block_size=block_size,
             queue_depth=queue_depth,
         )
-        self._hold([_Part(file, offset, self._shape[0])])
+        self._set_parts([_Part(file, offset, self._shape[0])])
 
     @classmethod
     def from_safetensors(
@@ -121,30 +125,30 @@ class Table:
         mode: str = "r",
         direct: Direct = "auto",
     ) -> Table:
-        """Open a tensor of a model's files as a table.
+        """Open a tensor in a model's safetensors files as a table.
 
         Parameters
         ----------
         path : path or sequence of paths
-            A file, several, a folder, or the index of a sharded model.
+            A file, several files, a folder, or the index of a sharded model.
         name : str or sequence of str
-            The tensor; of several, which may be in several files, the rows follow each other.
+            The name of the tensor. The rows of several tensors, which may be in several files, are concatenated.
         framework : str
-            Whose rows :meth:`gather` returns, as for ``safe_open``: "pt" or "np".
+            The library of the arrays that :meth:`gather` returns, as for ``safe_open``: "pt" or "np".
         mode, direct
             As for :class:`Table`.
 
         Raises
         ------
         SafetensorError
-            A header or the index is wrong, there is no such tensor, or it has no dtype in that library.
+            A header or the index is invalid, the tensor does not exist, or the library has no dtype for it.
         ValueError
-            It has no rows, or several are not rows of one table.
+            The tensor has no rows, or the rows of several tensors have different shapes or dtypes.
         StorageError
             A file cannot be read.
         """
         one_of(mode, "mode", _MODES)
-        # Above this room, and imported only here: who has no safetensors files needs none of it.
+        # Imported here by name: safetensors is a higher layer than this module, and most tables do not need it.
         found = importlib.import_module("tensorferry.safetensors.tables").find(
             path, [name] if isinstance(name, str) else list(name), framework
         )
@@ -159,7 +163,7 @@ class Table:
                 parts.append(_Part(opened[stored.path], stored.tensor.begin, shape[0]))
             rows = sum(part.rows for part in parts)
             table._describe((rows, *found.tensors[0][1][1:]), found.dtype)
-            table._hold(parts)
+            table._set_parts(parts)
         except BaseException:
             for file in opened.values():
                 file.close()
@@ -170,14 +174,16 @@ class Table:
         try:
             self._shape = tuple(map(operator.index, shape))
         except TypeError:
-            raise TypeError(f"shape: {shape!r} is no sequence of integers") from None
+            raise TypeError(f"shape: {shape!r} is not a sequence of integers") from None
         if not self._shape or min(self._shape) < 0:
-            raise ValueError(f"shape: {shape!r} is not that of a table: rows, and what a row is")
+            raise ValueError(
+                f"shape: expected the number of rows, followed by the shape of a row (got {shape!r})"
+            )
         self._numpy_dtype, self._torch_dtype, self._returns_torch = _dtypes(dtype)
         itemsize: int = (self._torch_dtype or self._numpy_dtype).itemsize
         self._row_nbytes = math.prod(self._shape[1:]) * itemsize
 
-    def _hold(self, parts: list[_Part]) -> None:
+    def _set_parts(self, parts: list[_Part]) -> None:
         self._parts = parts
         self._files = list(dict.fromkeys(part.file for part in parts))
         self._ends = []
@@ -190,8 +196,8 @@ class Table:
                 size: int = part.file.size  # type: ignore[attr-defined]
                 if nbytes > size:
                     raise ValueError(
-                        f"shape: {part.rows} rows of {self._row_nbytes} bytes from offset {part.offset} on end at "
-                        f"{nbytes}, and {_name_of(part.file)} has {size} bytes"
+                        f"shape: {part.rows} rows of {self._row_nbytes} bytes at offset {part.offset} end at "
+                        f"{nbytes}, but {_name_of(part.file)} has {size} bytes"
                     )
         except BaseException:
             self.close()
@@ -199,86 +205,87 @@ class Table:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The table's shape: rows, and what a row is."""
+        """The table's shape: the number of rows, followed by the shape of a row."""
         return self._shape
 
     @property
     def dtype(self) -> Any:
-        """The dtype of an element: torch's where :meth:`gather` returns torch's tensors, else NumPy's."""
+        """The dtype of an element: a torch dtype if :meth:`gather` returns torch tensors, else a NumPy dtype."""
         return self._torch_dtype if self._returns_torch else self._numpy_dtype
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
+        """The size of a row in bytes."""
         return self._row_nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Whether the table has been closed."""
         return all(file.closed for file in self._files)  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return self._shape[0]
 
     def gather(self, ids: Any, out: Any = None, *, priority: Priority = "normal") -> Any:
-        """Read rows, and return them when all are there.
+        """Read rows, and return them when all have arrived.
 
         Parameters
         ----------
         ids : int, or torch.Tensor, numpy.ndarray or sequence of integers
-            The numbers of the rows, in any shape and order, some of them perhaps several times. Negative ones count
-            from the end.
+            The row numbers, in any shape and order and with repetitions. Negative numbers count from the end.
         out : torch.Tensor or numpy.ndarray, optional
-            Filled and returned: contiguous, of the table's dtype and the result's shape. A tensor on a GPU gets its
-            rows by one copy out of page-locked memory, on its current stream.
+            A contiguous array with the table's dtype and the result's shape, which is filled and returned. A tensor on
+            a GPU is filled by one copy from pinned memory on its current stream.
         priority : "normal" or "background"
             As for :func:`tensorferry.read`.
 
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            Of the shape of ``ids`` followed by that of a row, as ``torch.nn.functional.embedding`` returns them: a
-            tensor where ``ids`` is one or the table's dtype is torch's, else an array.
+            The rows, with the shape of ``ids`` followed by the shape of a row, as for
+            ``torch.nn.functional.embedding``. The result is a tensor if ``ids`` is a tensor or the table has a torch
+            dtype, else a NumPy array.
 
         Raises
         ------
         IndexError
-            A number is that of no row; nothing was read.
+            A row number is out of range; nothing was read.
         TypeError, ValueError
-            The numbers are no integers, or ``out`` cannot be used; nothing was read.
+            The row numbers are not integers, or ``out`` is invalid; nothing was read.
         StorageError
-            Not all rows could be read. What ``expected`` and ``transferred`` count includes what lies between rows.
+            Not all rows could be read. ``expected`` and ``transferred`` include the bytes between rows.
         """
         background = in_background(priority)
-        out, target, parts = self._wanted(ids, out)
+        out, target, parts = self._prepare_read(ids, out)
         if len(parts) == 1:
             file, segments, offset = parts[0]
             file._transfer(segments, offset, priority, None, write=False)
         elif parts:
             requests = self._requests(target)
             try:
-                self._begin(requests, parts, background, target)
+                self._submit(requests, parts, background, target)
                 requests.wait()
             except BaseException:
-                # Ctrl-C: the core keeps the rows' memory until what has begun is done.
+                # Also after KeyboardInterrupt: the core keeps the rows' memory until the blocks in flight are complete.
                 requests.cancel()
                 raise
             if failure := requests.exception() or _failure_of_memory(target, parts):
                 raise failure
-        return _delivered(out, target)
+        return _copy_to_result(out, target)
 
     def gather_async(
         self, ids: Any, out: Any = None, *, priority: Priority = "normal"
     ) -> Future[Any]:
-        """Begin to read rows, as :meth:`gather` does.
+        """Start to read rows; parameters and exceptions as for :meth:`gather`.
 
         Returns
         -------
         Future
-            Its result is what :meth:`gather` returns. Rows for a GPU are copied there when the end is first seen.
+            Its result is that of :meth:`gather`. Rows for a GPU are copied there when the program first learns that
+            the future is done.
         """
         background = in_background(priority)
-        out, target, parts = self._wanted(ids, out)
+        out, target, parts = self._prepare_read(ids, out)
         if len(parts) == 1:
             file, segments, offset = parts[0]
             future = file._start(segments, offset, priority, None, write=False)
@@ -286,16 +293,16 @@ class Table:
         else:
             future = Future(out, target)
             requests = self._requests(target)
-            self._begin(requests, parts, background, future)
+            self._submit(requests, parts, background, future)
             future._start(requests, lambda: _failure_of_memory(target, parts))
             for file in self._files:
                 file._pending.add(future)
         if target is not out:
 
-            def deliver() -> None:
-                _delivered(out, target)
+            def copy_to_out() -> None:
+                _copy_to_result(out, target)
 
-            future._gives(out, deliver)
+            future._gives(out, copy_to_out)
         what, nbytes = ", ".join(map(_name_of, self._files)), len(parts) and target.nbytes
         future._is_about(False, f"rows of {what}", parts[0].offset if parts else 0, nbytes)
         return future
@@ -306,35 +313,35 @@ class Table:
         Parameters
         ----------
         ids
-            As for :meth:`gather`. Of a row that comes several times the last one is written.
+            As for :meth:`gather`. If a row number is repeated, its last row is written.
         rows : torch.Tensor or numpy.ndarray
-            Of the table's dtype, and of the shape of ``ids`` followed by that of a row.
+            The rows, with the table's dtype and the shape of ``ids`` followed by the shape of a row.
         sync : bool
-            Return only when the rows would survive a power cut.
+            Return only when the rows are durable.
 
         Raises
         ------
         IndexError
-            A number is that of no row; nothing was written.
+            A row number is out of range; nothing was written.
         TypeError, ValueError
-            An argument is not usable, or the table was not opened by "r+"; nothing was written.
+            An argument is invalid, or the table was not opened with "r+"; nothing was written.
         StorageError
-            Not all rows could be written: any of them may be the old one, the new one, or a part of each.
+            Not all rows could be written. Each row may be old, new, or a mixture of both.
 
         Notes
         -----
-        Rows that several calls of this process write at the same time are those of the call that began last, as with
-        :meth:`File.write`; :meth:`gather` meanwhile finds old and new bytes.
+        If several calls of this process write the same rows at the same time, the rows of the call that started last
+        remain, as with :meth:`File.write`. A concurrent :meth:`gather` may return a mixture of old and new bytes.
         """
-        numbers = self._numbers(ids)
+        numbers = self._row_numbers(ids)
         self._check_array(rows, (*numbers.shape, *self._shape[1:]), "rows")
         memory = memory_of(rows, writable=False, name="rows", host=True)
         parts = self._parts_of(numbers, memory, write=True)
         for file, segments, offset in parts:
-            file._write_apart(segments, offset, sync=sync)
+            file._write_segments(segments, offset, sync=sync)
 
     def close(self) -> None:
-        """Wait for calls on their way, and close. Their futures keep results and failures."""
+        """Wait for the outstanding calls, and close the table. Their futures keep results and errors."""
         failure: Exception | None = None
         for file in self._files:
             try:
@@ -367,11 +374,11 @@ class Table:
         files = ", ".join(map(_name_of, self._files))
         return f"<{state}tensorferry.Table {list(self._shape)} {self.dtype} of {files}>"
 
-    # What a call wants
+    # The rows of a call
 
-    def _wanted(self, ids: Any, out: Any) -> tuple[Any, Any, list[_Rows]]:
-        """Return the array of a result, what is read into, and what of which files."""
-        numbers = self._numbers(ids)
+    def _prepare_read(self, ids: Any, out: Any) -> tuple[Any, Any, list[_Rows]]:
+        """Return the result array, the host memory to read into, and the rows to read from each file."""
+        numbers = self._row_numbers(ids)
         shape = (*numbers.shape, *self._shape[1:])
         if out is None:
             out = target = self._empty(shape, numbers.of_torch)
@@ -383,9 +390,9 @@ class Table:
         memory = memory_of(target, writable=True, name="out", host=True)
         return out, target, self._parts_of(numbers, memory, write=False)
 
-    def _numbers(self, ids: Any) -> _Numbers:
+    def _row_numbers(self, ids: Any) -> _Numbers:
         for file in self._files:
-            file.__enter__()  # type: ignore[attr-defined]  # says if it is closed
+            file.__enter__()  # type: ignore[attr-defined]  # raises if the file is closed
         return _numbers_of(ids, self._shape[0])
 
     def _parts_of(self, numbers: _Numbers, memory: Memory, *, write: bool) -> list[_Rows]:
@@ -415,50 +422,48 @@ class Table:
     def _check_array(self, array: Any, shape: tuple[int, ...], name: str) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(array, torch.Tensor):
-            wanted = self._torch_dtype or _torch_dtype_of(self._numpy_dtype)
+            expected = self._torch_dtype or _torch_dtype_of(self._numpy_dtype)
         elif hasattr(array, "__array_interface__"):
-            wanted = self._numpy_dtype
+            expected = self._numpy_dtype
         else:
             kind = type(array).__name__
-            raise TypeError(f"{name}: {kind} is neither a torch tensor nor a NumPy array")
-        if wanted is None or array.dtype != wanted:
-            raise TypeError(f"{name}: its dtype is {array.dtype}, and the table's is {self.dtype}")
+            raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {kind}")
+        if expected is None or array.dtype != expected:
+            raise TypeError(f"{name}: expected the table's dtype {self.dtype}, got {array.dtype}")
         if tuple(array.shape) != shape:
-            raise ValueError(
-                f"{name}: its shape is {list(array.shape)}, and that of the rows is {list(shape)}"
-            )
+            raise ValueError(f"{name}: expected the shape {list(shape)}, got {list(array.shape)}")
 
     # Several files
 
     def _requests(self, target: Any) -> FileRequests:
         def failure(failed: list[tuple[int, StorageError]], *_: int) -> StorageError:
-            return first_of([error for _, error in failed], "of its files")
+            return first_error([error for _, error in failed], "of its files")
 
         return FileRequests(failure, target.nbytes)
 
-    def _begin(
+    def _submit(
         self, requests: FileRequests, parts: list[_Rows], background: bool, owner: object
     ) -> None:
-        """Submit the rows of each file; either all of them, or an exception."""
+        """Submit the rows of each file. If a submission fails, cancel the others and raise."""
         try:
             for at, (file, segments, offset) in enumerate(parts):
-                assert isinstance(file, File)  # only one file can be over several drives
+                assert isinstance(file, File)  # a striped file is always the only file of a table
                 core = file._open_file(reading=True)
                 requests.submit(
                     *(at, file._scheduler, core, segments, offset, owner), background=background
                 )
         except BaseException as error:
-            requests.give_up(error)
+            requests.cancel_and_wait(error)
             raise
 
 
 class _Numbers(NamedTuple):
-    """Numbers of rows: 64-bit integers in memory."""
+    """Row numbers as 64-bit integers in memory."""
 
     memory: Memory
     shape: tuple[int, ...]
     is_unsigned: bool
-    of_torch: bool
+    of_torch: bool  # whether the caller passed the row numbers as a torch tensor
 
 
 def _numbers_of(ids: Any, rows: int) -> _Numbers:
@@ -466,7 +471,7 @@ def _numbers_of(ids: Any, rows: int) -> _Numbers:
     if torch is not None and isinstance(ids, torch.Tensor):
         dtype = ids.dtype
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or ids.is_quantized:
-            raise TypeError(f"ids: {dtype} is no dtype of integers")
+            raise TypeError(f"ids: expected integers, got the dtype {dtype}")
         is_unsigned = dtype is torch.uint64
         numbers = ids.detach().cpu().contiguous()
         numbers = numbers.view(torch.int64) if is_unsigned else numbers.to(torch.int64)
@@ -476,16 +481,16 @@ def _numbers_of(ids: Any, rows: int) -> _Numbers:
     try:
         array = np.asarray(ids)
     except ValueError as error:
-        raise TypeError(f"ids: {ids!r} is no array of integers: {error}") from None
+        raise TypeError(f"ids: expected an array of integers, got {ids!r}: {error}") from None
     given = hasattr(ids, "dtype")
-    if array.size == 0 and not given:  # NumPy takes an empty list for one of floats
+    if array.size == 0 and not given:  # NumPy makes an array of floats from an empty list
         array = array.astype(np.int64)
     if array.dtype.kind == "O" and not given:
         for number in array.flat:
             if type(number) is int and not -rows <= number < rows:
                 raise IndexError(f"ids: {number} is outside of a table of {rows} rows")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"ids: {array.dtype} is no dtype of integers")
+        raise TypeError(f"ids: expected integers, got the dtype {array.dtype}")
     is_unsigned = array.dtype == np.uint64
     numbers = np.ascontiguousarray(array, np.uint64 if is_unsigned else np.int64)
     return _Numbers(_memory_of_ids(numbers), array.shape, is_unsigned, False)
@@ -496,7 +501,7 @@ def _memory_of_ids(numbers: Any) -> Memory:
 
 
 def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
-    """Return NumPy's dtype and torch's, as far as they are known, and whether rows are tensors of torch."""
+    """Return the NumPy dtype and the torch dtype (None if unknown), and whether rows are torch tensors."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
         return _numpy_dtype_of(dtype), dtype, True
@@ -510,14 +515,16 @@ def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
             named = getattr(torch, dtype.removeprefix("torch."), None)
             if isinstance(named, torch.dtype):
                 return _numpy_dtype_of(named), named, True
-        raise TypeError(f"dtype: {dtype!r} is neither torch's nor NumPy's: {error}") from None
+        raise TypeError(
+            f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
+        ) from None
     if dtype is None or found.hasobject or found.itemsize == 0:
-        raise TypeError(f"dtype: {dtype!r} has no elements of some bytes")
+        raise TypeError(f"dtype: expected a dtype with elements of fixed size, got {dtype!r}")
     return found, None, False
 
 
 def _numpy_dtype_of(dtype: Any) -> Any:
-    """Return NumPy's dtype for one of torch's; None where there is none, or no NumPy."""
+    """Return the NumPy dtype for a torch dtype; None if there is none, or if NumPy is not installed."""
     try:
         import numpy as np
 
@@ -527,13 +534,13 @@ def _numpy_dtype_of(dtype: Any) -> Any:
 
 
 def _torch_dtype_of(dtype: Any) -> Any:
-    """Return torch's dtype for one of NumPy's, None where there is none; torch has been imported."""
+    """Return the torch dtype for a NumPy dtype, or None if there is none; torch must have been imported."""
     torch = sys.modules["torch"]
     found = getattr(torch, dtype.name, None) if dtype.isnative else None
     return found if isinstance(found, torch.dtype) else None
 
 
-def _name_of(file: Transferring) -> str:
+def _name_of(file: TransferMethods) -> str:
     return repr(file.path if isinstance(file, File) else list(file.paths))  # type: ignore[attr-defined]
 
 
@@ -544,8 +551,8 @@ def _failure_of_memory(target: Any, parts: Iterable[_Rows]) -> StorageError | No
     return None
 
 
-def _delivered(out: Any, target: Any) -> Any:
-    """Return the array of a result, with the rows in it."""
+def _copy_to_result(out: Any, target: Any) -> Any:
+    """Copy the rows to the result array, unless they were read into it, and return it."""
     if target is not out:
         out.copy_(target)
     return out

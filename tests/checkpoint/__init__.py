@@ -1,4 +1,4 @@
-"""Checkpoints; here is what tests expect of torch and older ones lack. Processes that tests start import it, too."""
+"""Tests of checkpoints; adds functions to older versions of torch, here and in the processes that tests start."""
 
 import functools
 import importlib

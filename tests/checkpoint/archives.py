@@ -1,4 +1,4 @@
-"""Files of torch.save's, as bytes."""
+"""Bytes of files that torch.save writes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def saved(obj: Any) -> bytes:
-    """What torch.save writes to a file object."""
+    """Return the bytes that torch.save writes to a file object."""
     file = io.BytesIO()
     torch.save(obj, file)
     return file.getvalue()
 
 
 def places(data: bytes) -> dict[str, zips.Span]:
-    """Where the records of an archive lie, by their names in its folder."""
+    """Return the positions of an archive's records, by their names in its folder."""
     found = zips.layout(lambda begin, end: data[begin:end], len(data))
     return {place.name.partition("/")[2]: place for place in found}
 
@@ -36,7 +36,7 @@ def pickle_in(data: bytes) -> bytes:
 
 
 def filled(data: bytes, fields: Sequence[Field], crcs: Sequence[int]) -> bytes:
-    """Put fields into bytes, as a stream does whose segments have these CRC-32s."""
+    """Return the bytes with their fields filled, as by a stream with these CRC-32s of its segments."""
     made = bytearray(data)
     for field in fields:
         if field.kind == "torch_id":

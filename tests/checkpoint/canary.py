@@ -1,4 +1,4 @@
-"""Whether reading a file ran code, or changed something in the process."""
+"""Detects whether reading a file has run code, or changed something in the process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WATCHED: list[Any] = [
     *(OrderedDict, Counter, defaultdict, deque, pathlib.Path, pathlib.PosixPath),
     *(builtins, copyreg, pickle, os, our_metadata, pickles, plain_objects),
 ]
-# Of what the interpreter tells an audit hook, that which no reading does.
+# Prefixes of the interpreter's audit events that reading a file must not cause.
 _DEEDS = ("exec", "import", "os.", "subprocess.", "shutil.", "socket.", "ctypes.dlopen")
 _HARMLESS = ("os.listdir", "os.scandir", "os.putenv")
 _HARMLESS_NAMES = {
@@ -56,7 +56,7 @@ class _Watch:
     deeds: list[str]
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+def _receive(event: str, arguments: tuple[Any, ...]) -> None:
     if _Watch.thread != threading.get_ident():
         return
     if event == "pickle.find_class":
@@ -85,9 +85,9 @@ def _state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def nothing_happens() -> Iterator[None]:
-    """Fail where code has been run, or something changed that is not of the load itself."""
+    """Fail if code has been run in the block, or if something outside of the load has changed."""
     if not _Watch.hooked:
-        sys.addaudithook(_hear)
+        sys.addaudithook(_receive)
         _Watch.hooked = True
     before, threads, _Watch.deeds = _state(), set(threading.enumerate()), []
     _Watch.thread = threading.get_ident()

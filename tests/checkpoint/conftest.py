@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
 
 
-# What torch says of its own doings.
+# Warnings of torch about its own internals.
 _WARNINGS = (
     *("ignore:.*:UserWarning:torch", "ignore:torch.distributed is disabled"),
     *("ignore:Detected an existing", "ignore:ComplexHalf", "ignore:torch.quantize"),
@@ -28,7 +28,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def unlogged() -> Iterator[None]:
-    """No logging: pytest would keep all that torch logs."""
+    """Turn logging off, because pytest would keep all of torch's log records."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

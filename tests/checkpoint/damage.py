@@ -1,4 +1,4 @@
-"""Files with something wrong in them, and the commands that are to find it."""
+"""Damages files, and runs the commands that have to detect it."""
 
 from __future__ import annotations
 

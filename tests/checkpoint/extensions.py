@@ -1,4 +1,4 @@
-"""Extensions of torch's storage, which change what files hold."""
+"""Extensions of torch's storage, which change the contents of files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Breaking(_Inverted):
 
 
 def registry() -> Any:
-    """What a reader finds it by."""
+    """Return the registry in which a reader finds the extension."""
     known = extension.ExtensionRegistry()
     known.register(Inverting)
     return known

@@ -176,7 +176,7 @@ FREQUENT = b"()tRb\x81\x93cuesh0q}]Nj.Qa\x85\x86\x87\x94\x88\x8f\x90"
 
 
 def mutated(data: bytes, random: np.random.Generator) -> bytes:
-    """Change some bytes: bits, pieces that go, come twice or move, and codes that attackers use."""
+    """Change some bytes: flip bits, remove, duplicate or move pieces, and insert opcodes that attackers use."""
     result = bytearray(data)
     for _ in range(random.integers(1, 5)):
         at = int(random.integers(len(result) + 1))

@@ -43,7 +43,7 @@ def fails(kind: type[BaseException], match: str = "", *, errno: int | None = Non
 
 
 class Targets(LoadPlanner):
-    """Gives out tensors for the items of a plan, and keeps what is committed."""
+    """A planner that resolves the items of a plan to tensors, and records the committed ones."""
 
     def __init__(self, targets: list[torch.Tensor]) -> None:
         self.targets = targets

@@ -1,7 +1,7 @@
-"""Trainings with a mirror, and what is in its bucket when all else has gone.
+"""Trainings with a mirror, and checks of its bucket after the training and its files are gone.
 
-`python -m tests.checkpoint.mirrors KILLS [FIRST]` kills a training and its mirror at random moments, takes the disk
-away, and restores from the bucket alone, so often.
+`python -m tests.checkpoint.mirrors KILLS [FIRST]` repeats KILLS times: kill a training and its mirror at a random
+moment, remove the local files, and restore from the bucket alone.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 PREFIX = "runs/one"
 RECORDS = f"{PREFIX}/.tensorferry-mirror"
-SMALL, TWO_PARTS, LARGE = 1000, 5 << 19, 5 << 20  # numbers; the large one takes three parts
+SMALL, TWO_PARTS, LARGE = 1000, 5 << 19, 5 << 20  # elements; the large one needs three parts
 
 
 def state_of(step: int, numbers: int = SMALL) -> dict[str, Any]:
-    """A state of which every value tells the step."""
+    """Return a state in which every value is the step."""
     return {"weights": torch.full((numbers,), float(step)), "step": step}
 
 
@@ -52,10 +52,13 @@ def mirrored(
     others_alive: bool = False,
     **options: Any,
 ) -> Checkpoints:
-    """Return checkpoints whose mirror takes all others to be dead at once; stores tell seconds only."""
+    """Return checkpoints with a mirror that considers all other mirrors dead immediately.
+
+    The timeout is negative, because the times of objects in stores are in whole seconds.
+    """
     checkpoints = Checkpoints(root, mirror=(bucket.store(retries=retries), PREFIX), **options)
     if not others_alive:
-        mirror_of(checkpoints)._given["alive"] = -5
+        mirror_of(checkpoints)._settings["alive"] = -5
     return checkpoints
 
 
@@ -79,7 +82,7 @@ def records_in(bucket: Bucket) -> set[str]:
 
 
 def whole_steps(bucket: Bucket, numbers: int = SMALL) -> list[int]:
-    """Load each checkpoint that counts in the bucket, by torch's reader, and return what steps they are of."""
+    """Load each valid checkpoint in the bucket with torch's reader, and return their steps."""
     found = []
     for key in bucket.keys(PREFIX):
         folder, _, name = key.rpartition("/")
@@ -104,7 +107,7 @@ def process_of(checkpoints: Checkpoints) -> int:
 
 
 def has_ended(process: int) -> bool:
-    """Return whether a process has, though nobody may have waited for it."""
+    """Return whether a process has ended, also if it is a zombie that its parent has not awaited."""
     try:
         return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
     except FileNotFoundError:
@@ -113,7 +116,7 @@ def has_ended(process: int) -> bool:
 
 @contextlib.contextmanager
 def training(root: pathlib.Path, bucket: Bucket, numbers: int) -> Iterator[subprocess.Popen[str]]:
-    """Run `train` in a process that says what it does; it is killed at the end."""
+    """Run `train` in a process that reports its progress; kill it at the end."""
     program = f"from tests.checkpoint.mirrors import train; train({str(root)!r}, {numbers})"
     process = subprocess.Popen(
         [warm.python(), "-c", program],
@@ -162,7 +165,7 @@ def heard(output: IO[str] | None, word: str) -> list[int]:
 
 
 def killed(bucket: Bucket, directory: pathlib.Path, choices: random.Random, before: int) -> int:
-    """Train on a new disk from what was left, be killed, and return the newest step that is whole in the bucket."""
+    """Train on an empty disk from the bucket, kill the training, and return the newest complete step in the bucket."""
     root = directory / "run"
     with training(root, bucket, TWO_PARTS) as process:
         done, *values = heard(process.stdout, "restored")

@@ -1,4 +1,4 @@
-"""What tests of checkpoints run in processes of their own."""
+"""Functions that tests of checkpoints run in separate processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def peak_of_lazy_save(path: str, count: int) -> int:
         def resolve_data(self, write_item: Any) -> torch.Tensor:
             return torch.full((4 << 20,), float(write_item.index.fqn))
 
-    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD); else its holes are counted as well.
+    # Make the C library unmap freed memory at once (M_MMAP_THRESHOLD); otherwise its free memory would count, too.
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
     state = {str(k): torch.zeros(1).expand(4 << 20) for k in range(count)}
     dcp.save({"0": torch.ones(1)}, storage_writer=FileSystemWriter(path), no_dist=True)
@@ -49,7 +49,7 @@ def peak_of_lazy_save(path: str, count: int) -> int:
 
 
 def save_within(path: str, file_nbytes: int, layout: dict[str, Any] | None) -> list[Any]:
-    """Save 16 MiB, a state in a layout or an object, where files may not be larger; return errno and name."""
+    """Save 16 MiB, a state in a layout or an object, with a limit of file sizes; return the errno and the file name."""
     import resource
 
     import torch
@@ -74,7 +74,7 @@ def save_within(path: str, file_nbytes: int, layout: dict[str, Any] | None) -> l
 
 
 def save_many_files(path: str, count: int, descriptors: int) -> None:
-    """Save each of `count` tensors in a file of its own where no more than so many further files can be open."""
+    """Save each of `count` tensors in a separate file, while the process can open only `descriptors` more files."""
     import resource
 
     import torch
@@ -89,7 +89,7 @@ def save_many_files(path: str, count: int, descriptors: int) -> None:
 
 
 def save_object_and_die(path: str, nbytes: int, after_nbytes: int) -> None:
-    """Have a child save an object over what is at path, and be killed by the kernel after so many bytes."""
+    """Save an object over the file at path in a child, which the kernel kills after so many bytes."""
     import multiprocessing
     import os
     import signal
@@ -173,7 +173,7 @@ def save_in_a_process(path: str, stager: str) -> None:
 
 
 def save_in_a_process_by_default(path: str) -> list[str]:
-    """Save through the process of asynchronous saves, and in threads, naming only folders; return what has staged."""
+    """Save in the process of asynchronous saves, and in threads, with folders only; return the stagers in use."""
     import tempfile
 
     import torch

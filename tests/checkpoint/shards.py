@@ -1,4 +1,4 @@
-"""A state that ranks have the shards of."""
+"""A state that is sharded over ranks."""
 
 from __future__ import annotations
 

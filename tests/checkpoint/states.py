@@ -1,4 +1,4 @@
-"""States to save, and what is said of their files."""
+"""States to save, and facts about their files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(directory: pathlib.Path, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed_state(seed: int = 0) -> dict[str, Any]:
-    """A state of every kind of tensor that takes a way of its own, and of other objects."""
+    """Return a state with every kind of tensor that is saved in a different way, and with other objects."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -99,19 +99,19 @@ def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    # Not contiguous(): one element may have any stride, and is taken as it is.
+    # Not contiguous(), which would keep any stride of a single element.
     plain = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
 
 
 def telling(step: int) -> dict[str, Any]:
-    """A state of which every value tells the step: of several buffers, in several files."""
+    """Return a state in which every value is the step; it fills several buffers and several files."""
     sizes = [(1 << 20) + 5, 300, 1, 1 << 18]
     return {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)} | {"step": step}
 
 
 def steps_in(state: dict[str, Any]) -> set[float]:
-    """What the values of a state tell."""
+    """Return the steps that the values of a state belong to."""
     found: set[float] = set()
     for value in state.values():
         found |= (
@@ -123,7 +123,7 @@ def steps_in(state: dict[str, Any]) -> set[float]:
 
 
 def done(answer: Any) -> None:
-    """Wait for what async_save() has returned."""
+    """Wait for the result of async_save()."""
     getattr(answer, "upload_completion", answer).result(300)
 
 

@@ -1,4 +1,4 @@
-"""Dying at any step: counts the calls by which a save touches the file system, and kills the process at one of them."""
+"""Crashes at any step: counts the calls with which a save changes the file system, and kills the process at one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tensorferry.transfer import publication
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What a save calls to change something, or to make a change durable.
+# The functions by which a save changes files, or makes a change durable.
 CALLS: list[tuple[Any, str]] = [
     (tensorferry.File, "__init__"),
     (tensorferry.File, "stream"),
     (tensorferry.File, "close"),
     (tensorferry.Stream, "append"),
-    (tensorferry.Stream, "append_made"),
-    (tensorferry.Stream, "begin_to_finish"),
+    (tensorferry.Stream, "append_with_fields"),
+    (tensorferry.Stream, "begin_finish"),
     (tensorferry.Stream, "wait"),
     (publication, "sync_open_directory"),
     (publication, "_write_all"),
@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(self, die_at: int | None = None) -> None:
         self.names: list[str] = []  # of the call that each step is before or after
-        self._lock = threading.Lock()  # the save's threads take steps as well
+        self._lock = threading.Lock()  # threads of the save make steps, too
         self._die_at = die_at
 
     def install(self, patch: Callable[..., None] = setattr) -> None:
@@ -55,7 +55,7 @@ class Steps:
         return counted
 
     def step(self, name: str) -> None:
-        """Count, and die if the time has come."""
+        """Count the step, and kill the process if it is the chosen one."""
         with self._lock:
             if len(self.names) == self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""dcp.async_save with our writer and stager: in a thread and in a process, over and over, and what fails is told."""
+"""dcp.async_save with our writer and stager: in a thread and in a process, repeatedly, and with reported failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_of_several_saves_has_the_state_of_its_call(directory: pathlib.Path
     for step in range(4):
         state["weight"].fill_(step)
         state["nested"]["text"] = f"step {step}"
-        # Before the one before has ended: that takes a second image, and the third save waits for one.
+        # The previous save has not ended: the second one needs another image, and the third one waits for an image.
         answers.append(
             dcp.async_save(state, checkpoint_id=directory / str(step), storage_writer=writer)
         )
@@ -97,7 +97,7 @@ def test_a_failed_save_is_told_and_leaves_the_checkpoint_before(tmp_path: pathli
             done(answer)
         assert caught.value.failures[0][0].errno == errno.ENOSPC
         assert files_of(mount / "checkpoint") == before
-        # The exception still refers to the state; there is a second image.
+        # The exception still refers to the state, so this save uses the second image.
         done(dcp.async_save(mixed_state(2), storage_writer=writer))
         assert_same(load(mount / "checkpoint", mixed_state(2)), mixed_state(2))
         writer.close()

@@ -1,4 +1,4 @@
-"""Stager: a copy that training may change behind, in memory that is used again."""
+"""Stager: a snapshot that later training steps do not change, in memory that is reused."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_tensors_in_any_object_lie_in_the_image(shared: bool) -> None:
 
 def test_attributes_of_tensors_stay() -> None:
     class Tagged(torch.Tensor):
-        """A subclass that is nothing but a name."""
+        """A subclass without changes."""
 
     weight, parameter = torch.randn(10, 10), torch.nn.Parameter(torch.ones(3))
     weight.tag, parameter.tag = 42, [1, 2]  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ def test_copies_are_those_of_torchs_stager(data: strategies.DataObject) -> None:
     for one, other in zip(ours, torchs, strict=True):
         assert torch.equal(one, other)
         assert (one.dtype, one.stride(), vars(one)) == (other.dtype, other.stride(), vars(other))
-    # What is written to one of them is seen by those that share the element, as with torch's.
+    # A write to one of them is visible in those that share the element, as with torch's.
     for one, other in zip(ours, torchs, strict=True):
         with torch.no_grad():
             for tensor in (one, other):
@@ -393,7 +393,7 @@ def test_a_stager_travels_without_its_memory() -> None:
 
 def test_shared_memory_that_is_too_small_is_reported(tmp_path: pathlib.Path) -> None:
     status = os.statvfs("/dev/shm")
-    # Of all of it and more, as others may free what they have there; a file with nothing in it takes no memory.
+    # More than the whole file system, because other processes may free memory there. The empty file uses no memory.
     nbytes = status.f_blocks * status.f_frsize + 1
     untouched = torch.from_file(str(tmp_path / "empty"), True, nbytes, dtype=torch.uint8)
     with pytest.raises(MemoryError, match="shm-size"):

@@ -1,4 +1,4 @@
-"""Checkpoints and models in buckets: whatever takes a path gives what it gives for the same files of a folder."""
+"""Checkpoints and models in buckets: every function with a path returns the same as for the files in a folder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def uploaded(s3: str, folder: Path) -> Bucket:
 def place(
     request: pytest.FixtureRequest, uploaded: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Any]:
-    """Where the bucket has a file of the folder."""
+    """Return a function that maps a file of the folder to its place in the bucket."""
     if request.param == "pair":
         return lambda name: (uploaded.store(), f"run/{name}")
     for name, value in uploaded.environment().items():

@@ -1,4 +1,4 @@
-"""The bytes that torch.save writes around payloads are ours, for every tensor."""
+"""The bytes around payloads are the same as those of torch.save, for every tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tensorferry.transfer.new_file import NewFile
 from tests.checkpoint.archives import filled, saved
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.serialization, "skip_data"), reason="this torch always writes by itself"
+    not hasattr(torch.serialization, "skip_data"), reason="this torch has no skip_data"
 )
 
 NAMES = (
@@ -37,7 +37,7 @@ DTYPES = [getattr(torch, name) for name in NAMES.split() if hasattr(torch, name)
 
 @st.composite
 def dense_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Tensors of all dtypes whose elements fill their memory, in any order of dimensions."""
+    """Draw tensors of all dtypes; their elements fill their memory, in any order of dimensions."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(1, 5), max_size=5))
     order = draw(st.permutations(range(len(shape))))
@@ -152,7 +152,7 @@ def test_what_is_no_plain_dense_tensor_is_left_to_torch(tensor: torch.Tensor) ->
 
 
 def assembled(archive: Archive, payloads: list[bytes]) -> bytes:
-    """Return what a stream makes of them, which is what is written without one as well."""
+    """Return the archive that a stream writes, which equals the one that is written without a stream."""
     crcs = [zlib.crc32(payload) for payload in payloads]
     by_hand = archive.pieces[0]
     numbers: list[int] = []
@@ -178,7 +178,7 @@ def stored_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class HeadAndTail(io.RawIOBase):
-    """Keeps what comes before and behind the one large write, and its CRC-32."""
+    """A file that keeps the bytes before and after the one large write, and the CRC-32 of that write."""
 
     def __init__(self) -> None:
         self.head, self.tail, self.crc = b"", b"", 0

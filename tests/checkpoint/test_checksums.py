@@ -1,4 +1,4 @@
-"""CRC-32s are zlib's, those of pieces are those of the whole, and who takes a long one holds nobody up."""
+"""CRC-32s equal zlib's, those of pieces combine to that of the whole, and a long one does not block other threads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_others_run_while_a_long_crc_is_taken() -> None:
         return ran
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # nobody is made to let go of the GIL
+    sys.setswitchinterval(60)  # Python does not ask a thread to release the GIL
     try:
         assert any(others_ran() for _ in range(20))
     finally:

@@ -1,4 +1,4 @@
-"""convert() and `tensorferry convert`: checkpoints, safetensors and files of torch.save's, one from another."""
+"""convert() and `tensorferry convert`: between checkpoints, safetensors and files of torch.save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def state_of(seed: int = 0) -> State:
         "scalar": torch.tensor(3.5, dtype=torch.float64),
         "flag": torch.tensor([True, False, True]),
         "nothing": torch.zeros(0, 3),
-        # Longer than what is read at a time, in rows and in one.
+        # Larger than one read, with many rows and with one row.
         "large": torch.randint(0, 256, (3000, 6001), generator=generator, dtype=torch.uint8),
         "long": torch.randint(0, 256, (1, 9 * MIB + 1), generator=generator, dtype=torch.uint8),
         "deep": torch.randn(3, 5, 7, 2, generator=generator, dtype=torch.float16),
@@ -146,7 +146,7 @@ def test_a_file_of_torch_save_becomes_safetensors(directory: pathlib.Path) -> No
 
 
 class Kept(torch.nn.Module):
-    """What torch.save keeps by its class."""
+    """A module that torch.save pickles by its class."""
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out(
         sources.append(checkpoint(directory / "checkpoint", state))
     for number, source in enumerate(sources):
         target = directory / f"{number}.safetensors"
-        with pytest.raises(CheckpointError, match="no tensors, and would be lost") as failure:
+        with pytest.raises(CheckpointError, match="not tensors, and would be lost") as failure:
             convert(source, target)
         if source.is_file():
             assert set(failure.value.names) >= set(lost)
@@ -192,9 +192,9 @@ def test_containers_deeper_than_is_looked_into_are_not_lost_silently(
     [
         ({"z": torch.ones(3, dtype=torch.complex128)}, SafetensorError, "'z'.*complex128"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, CheckpointError, "'a.b'.*two tensors"),
-        ({"columns": torch.ones(4, 4)[:, :2]}, CheckpointError, "'columns'.*apart"),
-        ({"one": torch.ones(1).expand(5)}, CheckpointError, "'one'.*apart"),
-        ({(1, 2): torch.ones(1)}, CheckpointError, "no text"),
+        ({"columns": torch.ones(4, 4)[:, :2]}, CheckpointError, "'columns'.*gaps"),
+        ({"one": torch.ones(1).expand(5)}, CheckpointError, "'one'.*gaps"),
+        ({(1, 2): torch.ones(1)}, CheckpointError, "not text"),
         ({"n" * 300: torch.ones(1)}, CheckpointError, "too long"),
         ({"__metadata__": torch.ones(1)}, SafetensorError, "metadata"),
     ],
@@ -302,7 +302,11 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
         (["cut.safetensors", "x"], 1, "cut short"),
         (["notes.txt", "x"], 2, "not a file of torch.save"),
         (["good.safetensors", "x", "--max-shard", "?"], 2, "--max-shard: "),
-        (["good.safetensors", "notes.txt"], 1, "is a file"),
+        (["good.safetensors", "notes.txt"], 1, "TARGET: 'notes.txt' is a file"),
+        (["good.safetensors", "x.pt"], 2, "TARGET: 'x.pt' has the suffix of a file"),
+        (["good.safetensors", "x.NPZ"], 2, "TARGET: 'x.NPZ' has the suffix of a file"),
+        (["good.safetensors", "objects.pt"], 2, "TARGET: 'objects.pt' has the suffix of a file"),
+        (["good.safetensors", "no/x.safetensors"], 1, "/no' does not exist): 'no/x.safetensors'"),
         (["objects.pt", "x", "--tensors-only"], 0, ""),
     ],
 )
@@ -329,11 +333,11 @@ def peaks_of_conversions(path: str, nbytes: int) -> list[int]:
     """Convert one large tensor between all formats, and return how much memory each took at most."""
     from tensorferry.tuning.stopwatch import Stopwatch
 
-    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD).
+    # Make the C library unmap freed memory at once (M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
     folder = pathlib.Path(path)
     peaks = []
-    for size in (64, nbytes):  # what is made on the first call is not what is tested
+    for size in (64, nbytes):  # the first call makes objects that do not count
         here = folder / str(size)
         here.mkdir()
         torch.save({"w": torch.ones(size, dtype=torch.uint8)}, here / "a.pt")

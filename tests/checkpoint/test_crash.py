@@ -1,4 +1,4 @@
-"""Whatever ends a save, and whenever: the directory holds the old checkpoint whole, or the new one whole."""
+"""Crashes at any moment of a save: the directory holds either the complete old or the complete new checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RANKS = 2
 KILLS = examples(100)
 GROUP = 20  # kills in one test
 OLD, NEW = 1, 2
-SHAPES = [((1 << 20) + 5,), (300, 7), (1,), (0, 3)]  # the first takes two buffers
+SHAPES = [((1 << 20) + 5,), (300, 7), (1,), (0, 3)]  # the first needs two buffers
 
 # How a save looks depends on these, and so do its steps.
 LAYOUTS: list[dict[str, Any]] = [{}, {"thread_count": 2}, {"single_file_per_rank": False}]
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
-    """What a rank saves: every value tells the step."""
+    """Return the state that a rank saves; every value holds the step."""
     tensors = {f"{rank}.{k}": torch.full(shape, float(step)) for k, shape in enumerate(SHAPES)}
     return {**tensors, "common": torch.full((50,), float(step)), "step": {"number": step}}
 
@@ -43,7 +43,7 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 def save_step(
     rank: int, directory: str, step: int, layout: dict[str, Any], die_at: int | None
 ) -> int:
-    """Save on this rank, and die at one of the steps; return how many there were."""
+    """Save on this rank, and kill the process at one of the steps; return the number of steps."""
     steps = Steps(die_at)
     steps.install()
     writer = FileSystemWriter(directory, **layout)
@@ -76,7 +76,7 @@ Counts = dict[tuple[str, int], list[int]]
 
 @pytest.fixture(scope="module")
 def step_counts(old: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Counts:
-    """How many steps each rank takes: over which checkpoint, in which layout."""
+    """Return the number of steps of each rank, by the previous checkpoint and the layout."""
     counts: Counts = {}
     for number, layout in enumerate(LAYOUTS):
         for before in ("torch", str(number)):
@@ -98,7 +98,7 @@ def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
         before, layout = choices.choice(list(step_counts))
         victim = choices.randrange(RANKS)
         die_at = choices.randrange(step_counts[before, layout][victim])
-        checkpoint = tmpfs_directory / str(seed)  # what is killed does not lose what it wrote
+        checkpoint = tmpfs_directory / str(seed)  # a killed process does not lose written data
         shutil.copytree(old / before, checkpoint)
         arguments = (str(checkpoint), LAYOUTS[layout], victim, die_at)
         with started(RANKS, save_dying, *arguments) as ranks:
@@ -154,7 +154,7 @@ def test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_a
 ) -> None:
     cuts: list[pathlib.Path] = []
     with mounts.ext4(tmp_path, 64 << 20) as mount:
-        # The journal is not committed by itself while this runs: what lasts is what was synced.
+        # The journal is not committed automatically during the test, so only synced data survive a power cut.
         subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
         checkpoint = mount / "new" / "checkpoint"
         if over == "torch":
@@ -165,7 +165,7 @@ def test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_a
         subprocess.run(["sync", "-f", str(mount)], check=True)
 
         class Cuts(Steps):
-            """Keeps what the drive would hold if its power went at this step."""
+            """Keeps an image of the drive after a power cut at each step."""
 
             def step(self, name: str) -> None:
                 if flushed:
@@ -216,7 +216,7 @@ def step_in(checkpoint: pathlib.Path) -> int:
 
 
 def whole_step_in(checkpoint: pathlib.Path) -> int:
-    """Return the step of the mixed state that a directory holds whole, 0 if there is no checkpoint."""
+    """Return the step of the complete mixed state in a directory, 0 if it has no checkpoint."""
     if not (checkpoint / ".metadata").exists():
         return 0
     loaded = load(checkpoint, mixed_state())

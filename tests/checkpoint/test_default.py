@@ -51,7 +51,7 @@ def test_the_classes_are_found_by_torchs_names(directory: pathlib.Path) -> None:
     assert installed()
     assert dcp.FileSystemWriter is FileSystemWriter
     assert dcp.FileSystemReader is FileSystemReader
-    install()  # once more does no harm
+    install()  # a second call has no effect
     state = {"weight": torch.arange(10.0)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(directory / "checkpoint"))
     found = {"weight": torch.zeros(10)}

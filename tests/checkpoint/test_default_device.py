@@ -1,4 +1,4 @@
-"""Whatever torch.set_default_device() says, memory that is nobody's but ours is host memory."""
+"""Internal memory is host memory, with every device given to torch.set_default_device()."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def elsewhere() -> Iterator[None]:
-    """A default device that is not the CPU: what is made on it by mistake has no bytes."""
-    reader._torchs_refusal.cache_clear()
+    """A default device other than the CPU: tensors that are made on it by mistake have no bytes."""
+    reader._torch_dtype_error.cache_clear()
     torch.set_default_device("meta")
     yield
     torch.set_default_device(None)
@@ -67,7 +67,7 @@ def test_other_dtypes_layouts_and_sparse_tensors_are_loaded(directory: pathlib.P
     with torch.device("cpu"):
         state = {"a": torch.ones(64, 3), "b": torch.ones(4, 4), "sparse": torch.eye(3).to_sparse()}
         found = {"a": torch.zeros(64, 3), "b": torch.zeros(4, 4).t()}
-        if reader._torchs_refusal() is None:
+        if reader._torch_dtype_error() is None:
             found["a"] = found["a"].double()
         found["sparse"] = (2 * torch.eye(3)).to_sparse()
     dcp.save(state, storage_writer=FileSystemWriter(directory), no_dist=True)

@@ -1,4 +1,4 @@
-"""The example: training killed in the middle of a save goes on, bit for bit, with other numbers of ranks."""
+"""The example: a training killed during a save continues bit for bit, with other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
         if NOT_MET not in done.stderr:
             break
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The losses are the same, bit for bit." in done.stdout
-    # What the killed save had begun was there, beside the checkpoint before.
+    assert "The losses are identical, bit for bit." in done.stdout
+    # The files of the killed save were present, in addition to those of the previous checkpoint.
     assert done.stdout.count(".distcp") > 2
     assert list(directory.iterdir()) == []
 
@@ -50,7 +50,7 @@ def test_training_killed_at_random_moments_ends_the_same(directory: pathlib.Path
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All is the same, bit for bit." in done.stdout
+    assert "The results are identical, bit for bit." in done.stdout
     assert "killed 3 times of 3; checkpoints: [100, 200, 300, 390, 395, 400]" in done.stdout
     assert list(directory.iterdir()) == []
 
@@ -67,4 +67,4 @@ def test_training_whose_disk_has_gone_goes_on_from_the_bucket(bucket: Bucket) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed, and its folder removed; the bucket has step" in done.stdout
     assert "another machine: from step 0" not in done.stdout
-    assert "All is the same, bit for bit." in done.stdout
+    assert "The results are identical, bit for bit." in done.stdout

@@ -1,4 +1,4 @@
-"""FileWriter, and save() which writes with the same means: the new file whole, or the old one."""
+"""FileWriter, and save(), which uses the same code: the file is either complete and new, or the old one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_pieces_of_any_size_arrive_in_order(
         for piece in pieces:
             data = bytearray(piece)
             assert file.write(data) == len(data)
-            data[:] = bytes(len(data))  # it has been copied
+            data[:] = bytes(len(data))  # the writer has a copy
         assert file.tell() == sum(sizes)
     assert (directory / "file").read_bytes() == b"".join(map(bytes, pieces))
 
@@ -120,9 +120,9 @@ def test_new_files_have_the_permissions_of_open(directory: pathlib.Path) -> None
 
 
 def test_places_where_no_file_can_be_are_refused(directory: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         FileWriter(directory)
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         save(1, "/dev/null")
     with pytest.raises(FileNotFoundError):
         save(1, directory / "missing" / "file")
@@ -224,7 +224,7 @@ def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:
 def test_failures_are_told_by_close_and_leave_nothing(directory: pathlib.Path) -> None:
     file = FileWriter(directory / "file")
     file.write(b"data")
-    (directory / "file").mkdir()  # in the way of the new file
+    (directory / "file").mkdir()  # prevents the rename of the new file
     with pytest.raises(IsADirectoryError):
         file.close()
     assert file.closed

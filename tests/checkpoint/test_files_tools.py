@@ -1,4 +1,4 @@
-"""`verify` and `ls` of single files: damage is found or harmless, tensors are named, nothing of a pickle is run."""
+"""`verify` and `ls` of single files: damage is found or harmless, tensors are named, no code of a pickle runs."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_verified(
     save(state(), path)
     found = places(path.read_bytes())
     cut = found["data/1"].begin + 3
-    # Pieces of two batches; behind the first the file is cut by somebody else.
+    # The pieces form two batches; after the first batch another process truncates the file.
     monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(archives, "_BATCH_NBYTES", found["data.pkl"].nbytes)
     problems = verify(path, progress=lambda _: os.truncate(path, cut)).problems
@@ -196,7 +196,7 @@ def test_what_stands_behind_the_end_is_told(directory: pathlib.Path) -> None:
     with path.open("ab") as stream:
         stream.write(b"more")
     (problem,) = verify(path).problems
-    assert "4 bytes stand behind its end" in str(problem)
+    assert "there are 4 bytes after its end" in str(problem)
 
 
 def test_files_without_checksums_are_said_to_have_none(directory: pathlib.Path) -> None:
@@ -234,7 +234,7 @@ def test_records_of_more_than_4_gib_are_verified(directory: pathlib.Path) -> Non
     assert entries(path)[0].nbytes == nbytes
 
 
-# --- what is no such file ---
+# --- files of other formats ---
 
 
 def of_the_old_format(path: pathlib.Path) -> None:
@@ -252,17 +252,17 @@ def of_torchscript(path: pathlib.Path) -> None:
 
 OTHERS = {
     "old": (of_the_old_format, "has no checksums"),
-    "archive": (of_an_archive, "none of torch.save's"),
+    "archive": (of_an_archive, "not one of torch.save"),
     "torchscript": (of_torchscript, "TorchScript"),
     "text": (
         lambda path: path.write_text("text"),
-        "not a file of torch.save's, NumPy's or safetensors'",
+        "not a file of torch.save, NumPy or safetensors",
     ),
     "empty": (lambda path: path.touch(), "it is empty"),
     "folder": (lambda path: path.mkdir(), "no checkpoint in the folder .* it is empty"),
     "pipe": (os.mkfifo, "neither a file nor a folder"),
     "nothing": (lambda path: None, "there is nothing at"),
-    "dead link": (lambda path: path.symlink_to("nowhere"), "a link that leads nowhere"),
+    "dead link": (lambda path: path.symlink_to("nowhere"), "a broken symbolic link"),
 }
 
 
@@ -282,12 +282,12 @@ def test_what_is_something_else_is_told(directory: pathlib.Path, make: Any, mess
 
 def test_a_folder_says_what_may_have_been_meant(directory: pathlib.Path) -> None:
     (directory / "a.pt").touch()
-    with pytest.raises(FileNotFoundError, match=r"one by one: 'a.pt'"):
+    with pytest.raises(FileNotFoundError, match=r"pass one of its files instead: 'a.pt'"):
         verify(directory)
     (directory / "__0_0.distcp").touch()
-    with pytest.raises(FileNotFoundError, match=r"but '__0_0.distcp': a save that did not end"):
+    with pytest.raises(FileNotFoundError, match=r"but '__0_0.distcp' \(an unfinished save"):
         verify(directory)
-    with pytest.raises(NotACheckpointError, match="give the folder"):
+    with pytest.raises(NotACheckpointError, match="pass the folder"):
         verify(directory / "__0_0.distcp")
     for number in range(5):
         (directory / f"step-{number}").mkdir()
@@ -314,7 +314,7 @@ def test_a_sound_file_is_verified_without_torch(directory: pathlib.Path) -> None
 
 
 def modules_of(command: str, path: pathlib.Path, code: int) -> list[str]:
-    """What a command has imported."""
+    """Return the modules that a command imports."""
     program = (
         "import sys\nfrom tensorferry.cli.app import app\n"
         "try:\n    app(sys.argv[1:])\nexcept SystemExit as end:\n    print(end.code, *sys.modules)\n"
@@ -398,10 +398,10 @@ def archive_of(pickled: bytes, **records: bytes) -> bytes:
     body, directory, count = bytearray(), bytearray(), 0
     for name, data in {"data.pkl": pickled, **records}.items():
         full, crc = f"archive/{name}".encode(), zlib.crc32(data)
-        directory += zips.packed_entry(full, len(data), crc, len(body))
-        body += zips.packed_header(full, len(data), crc, len(body)) + data
+        directory += zips.pack_entry(full, len(data), crc, len(body))
+        body += zips.pack_header(full, len(data), crc, len(body)) + data
         count += 1
-    return bytes(body + directory + zips.packed_ends(count, len(body), len(directory)))
+    return bytes(body + directory + zips.pack_ends(count, len(body), len(directory)))
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())

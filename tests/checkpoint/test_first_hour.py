@@ -1,4 +1,4 @@
-"""What meets who saves and loads for the first time, and for the second."""
+"""The experience of a user's first saves and loads: common mistakes and their messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tensorferry.checkpoint import (
     FileSystemWriter,
     Stager,
     load,
+    save,
 )
+from tensorferry.safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     import pathlib
@@ -74,3 +76,55 @@ def test_representations_say_where_and_how_much(tmp_path: pathlib.Path) -> None:
         assert repr(kept) == f"{told}>"
         kept.save(5, state)
         assert repr(kept) in (f"{told}: saving step 5>", f"{told}>")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing", "no file '.metadata'; it does not exist"),
+        ("empty", "no file '.metadata'; it is empty"),
+        ("run", "there are checkpoints in its folders 'step'"),
+    ],
+)
+def test_a_load_from_a_folder_without_a_checkpoint_describes_the_folder(
+    tmp_path: pathlib.Path, name: str, told: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    dcp.save({"a": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path / "run" / "step"))
+    reader = FileSystemReader(tmp_path / name)
+    with pytest.raises(CheckpointException, match=re.escape(told)):
+        dcp.load({"a": torch.zeros(3)}, storage_reader=reader)
+    with pytest.raises(FileNotFoundError, match=re.escape(told)):
+        reader.read_metadata()
+
+
+def test_swapped_arguments_are_named_without_their_values(tmp_path: pathlib.Path) -> None:
+    state = {"a": torch.zeros(1000)}
+    with (
+        Checkpoints(tmp_path) as kept,
+        pytest.raises(TypeError, match=r"step: .* got dict \(the step comes first"),
+    ):
+        kept.save(state, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"path: .* got dict \(the object comes first"):
+        save(str(tmp_path / "a.pt"), state)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path: expected a path, got Tensor"):
+        save(state, state["a"])  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_of_something_else_names_the_function_for_it(tmp_path: pathlib.Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensorferry\.safetensors\.torch\.load_file"):
+        load(tmp_path / "a.safetensors")
+    with pytest.raises(IsADirectoryError, match="FileSystemReader"):
+        load(tmp_path)
+    with pytest.raises(OSError, match=r"load_files.*distributed\.checkpoint\.load"):
+        load_file(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_of_checkpoints_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with Checkpoints(tmp_path / "file") as kept:
+        for call in (kept.steps, lambda: kept.save(1, {}), lambda: kept.restore({})):
+            with pytest.raises(NotADirectoryError, match="because this is a file"):
+                call()

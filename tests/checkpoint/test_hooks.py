@@ -1,4 +1,4 @@
-"""What planners and subclasses may do with a writer, as with torch's: what they change is saved, or refused by name."""
+"""Planners and subclasses may customize a writer, as with torch's: their changes are saved, or refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.ranks import files_of
 
 
 class Refilling(dcp.DefaultSavePlanner):
-    """Fills one buffer again and again; of its state it gives nothing."""
+    """A planner that fills one buffer for each item, and ignores the tensors of the state."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_state_that_makes_its_tensors_in_one_buffer_is_saved(directory: pathli
 
 
 class LazyPlanner(dcp.DefaultSavePlanner):
-    """Looks tensors up in a mapping of its own."""
+    """A planner that looks tensors up in its own mapping."""
 
     def __init__(self, mapping: Any, _like: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -105,7 +105,7 @@ def test_a_planner_that_gives_the_states_own_tensors_has_them_copied_while_it_go
 
 
 def recording(kind: Any, name: str) -> Any:
-    """Return a subclass of a class of torch's or ours with one method of its own, which does what it did before."""
+    """Return a subclass of a class that overrides one method, and records and forwards its calls."""
     original = inspect.getattr_static(kind, name)
     calls: list[str] = []
 
@@ -133,11 +133,11 @@ HOOKS = {
 }
 ATTRIBUTES = {
     "FileSystemWriter": {
-        # What torch's code uses, and ours either uses as well or leaves to torch's where it is changed.
+        # Used by torch's code. Ours uses them as well, or falls back to torch's code where they are changed.
         *("fs", "transforms", "path", "rank", "use_collectives", "overwrite", "save_id"),
         *("sync_files", "single_file_per_rank", "thread_count", "per_thread_copy_ahead"),
         "serialization_format",
-        # Of torch's own stager, in whose place there is ours.
+        # Of torch's own stager, which ours replaces.
         *("cache_staged_state_dict", "state_dict_cache", "type_check"),
     },
     "FileSystemReader": {
@@ -178,7 +178,7 @@ else:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_that_torchs_classes_have_is_known_here(name: str) -> None:
-    """Where a later torch has more, think about what a subclass that changes it is to get; then add it to the table."""
+    """If a later torch has more methods, decide how overrides of them take effect; then add them to the table."""
     ours, torchs = PAIRS[name]
     also_called = frozenset({"_metadata_exists"} if name == "FileSystemWriter" else ())
     assert hooks.hooks_of(ours, torchs, also_called).keys() == HOOKS[name]
@@ -194,7 +194,7 @@ METHODS = [
 
 
 def save_and_load(name: str, kind: Any, directory: pathlib.Path) -> dict[str, Any]:
-    """Use a writer or reader in every way there is, with torch's own class on the other side."""
+    """Use a writer or reader in all ways, with torch's own class for the other direction."""
     is_writer, of_hugging_face = "Writer" in name, "Hugging" in name
     prefix = "HuggingFaceStorage" if of_hugging_face else "FileSystem"
     writer = kind if is_writer else PAIRS[prefix + "Writer"][1]
@@ -222,7 +222,7 @@ def test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them(
 
 
 class OtherFileSystem(filesystem.FileSystem):
-    """Somebody's own: every byte of a file is another one on the drive."""
+    """A user's file system, which stores a different byte for each byte of a file."""
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Any:
@@ -310,7 +310,7 @@ def test_a_file_system_of_ones_own_is_used_for_hugging_faces_format(
 
 
 def with_urls(kind: Any, directory: pathlib.Path) -> Any:
-    """Return a class that is made as torch's fsspec classes are: it knows its paths only behind our constructor."""
+    """Return a class that is built as torch's fsspec classes: it can map its paths only after our constructor."""
 
     class Mapped(filesystem.FileSystem):
         def init_path(self, path: Any) -> Any:
@@ -352,16 +352,16 @@ def test_urls_are_what_a_file_system_of_ones_own_says(
     class PlainReader(kinds[1]):  # type: ignore[misc, valid-type]
         pass
 
-    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+    with pytest.raises(dcp.api.CheckpointException, match="got the URL"):
         dcp.save(state, storage_writer=Plain("mine://three"), no_dist=True)
-    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+    with pytest.raises(dcp.api.CheckpointException, match="got the URL"):
         load_by(PlainReader("mine://one"), state)
     assert files_of(directory) == {"one", "two"}
 
 
 @pytest.mark.filterwarnings("ignore:Mine changes")
 def test_slices_of_files_are_a_subclasss_own(directory: pathlib.Path) -> None:
-    """A subclass that decodes what it reads: its numbers are loaded, not those of the file."""
+    """A subclass that decodes the bytes that it reads: the decoded numbers are loaded, not those of the file."""
     state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
     save({key: -value for key, value in state.items()}, directory)
 
@@ -379,11 +379,11 @@ def test_slices_of_files_are_a_subclasss_own(directory: pathlib.Path) -> None:
         assert_same(load_by(mine(kind)(directory), state), state)
     reader: Any = FileSystemReader(directory)
     reader._slice_file = lambda file, info: mine(FileSystemReader)._slice_file(reader, file, info)
-    assert hooks.changed(reader, hooks.hooks_of(*PAIRS["FileSystemReader"])) == {"_slice_file"}
+    assert hooks.overridden(reader, hooks.hooks_of(*PAIRS["FileSystemReader"])) == {"_slice_file"}
 
 
 def test_places_that_a_subclass_gives_are_read(directory: pathlib.Path) -> None:
-    """It looks for one tensor where another lies."""
+    """The subclass reads one tensor from the place of another."""
     save({"a": torch.zeros(4), "b": torch.ones(4)}, directory)
 
     class Mine(FileSystemReader):
@@ -532,7 +532,7 @@ def test_a_writer_that_overrides_torchs_write_data_has_it_called(directory: path
 
 
 class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
-    """Somebody's own class of paths, as universal_pathlib has."""
+    """A user's class of paths, such as that of universal_pathlib."""
 
 
 @pytest.mark.parametrize("given", ["to the writer", "to the save"])
@@ -574,7 +574,7 @@ def test_a_thread_does_not_remember_where_it_saved_before(directory: pathlib.Pat
     thread.start()
     thread.join()
     (directory / "two" / ".metadata").unlink()
-    dcp.save(state, storage_writer=writer, no_dist=True)  # torch's saves where the last one went
+    dcp.save(state, storage_writer=writer, no_dist=True)  # as torch's, to the last save's folder
     assert (directory / "two" / ".metadata").exists()
     writer.path = directory / "three"
     dcp.save(state, storage_writer=writer, no_dist=True)
@@ -598,7 +598,7 @@ def test_overlapping_saves_with_cached_plans_name_their_own_files(directory: pat
 
     class Outer(FileSystemWriter):
         def storage_meta(self) -> Any:
-            # Called in the middle of finish() as well: there another save comes to its end.
+            # finish() calls this method, too; another save ends at this point.
             if (directory / "outer").exists() and not (directory / "inner").exists():
                 thread = threading.Thread(target=save_to, args=("inner", 2.0, inner))
                 thread.start()

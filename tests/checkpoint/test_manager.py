@@ -1,4 +1,4 @@
-"""Checkpoints of a training: saved behind it, thinned out, restored from, whatever dies in the middle."""
+"""Checkpoints: asynchronous saves, removal of old steps, and restores, with crashes at any moment."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ UNFINISHED = ".tensorferry-unfinished"
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state of which every value tells the step."""
+    """Return a state in which every value is the step."""
     sizes = [(1 << 18) + 5, 300, 1]
     tensors = {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)}
     return {"tensors": tensors, "step": step}
 
 
 def step_in(state: dict[str, Any]) -> int:
-    """The one step that every value tells."""
+    """Return the step that every value holds."""
     (step,) = steps_in(state)
     return int(step)
 
@@ -168,10 +168,10 @@ def test_other_things_in_the_folder_are_left_alone(directory: pathlib.Path) -> N
     names = ["step_1", "step_000000002", "step_00000002.bak", "best", "step_0000000a"]
     for name in names:
         shutil.copytree(directory / "step_00000001", directory / name)
-    (directory / "step_00000000").mkdir()  # somebody's, with something that no save made
+    (directory / "step_00000000").mkdir()  # another program's, with a file that no save made
     (directory / "step_00000000" / "model.pt").touch()
     (directory / "step_00000000" / UNFINISHED).touch()
-    (directory / "step_00000003").mkdir()  # somebody is copying a checkpoint here
+    (directory / "step_00000003").mkdir()  # another program is copying a checkpoint to it
     (directory / "step_00000003" / "__0_0.distcp").touch()
     (directory / "step_00000004").touch()
     save_all(directory, 8, 9, keep_last=1)
@@ -185,7 +185,7 @@ def test_what_links_lead_to_stays(directory: pathlib.Path) -> None:
     save_all(root, 1, 2, 3, 4)
     checkpoints = Checkpoints(root)
     (root / "best").symlink_to("step_00000001")
-    # A checkpoint of links to another one's files, as some deduplicate; and one that lies elsewhere.
+    # A checkpoint with links to files of another one, as deduplicating tools make them; and one in another folder.
     data = data_of(checkpoints, 4)
     data.unlink()
     shutil.copy(data_of(checkpoints, 2), checkpoints.path(4) / "copy")
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_another_process_is_loading_is_not_removed(
 def test_a_checkpoint_that_another_machine_is_loading_is_not_removed(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS locks of directories are told to no other machine, and those of files are."""
+    """On NFS other machines see locks of files, but not of directories."""
     monkeypatch.setattr(file_locks, "REMOTE", frozenset([mount_of(directory)["type"]]))
     monkeypatch.setattr(file_locks.fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(file_locks, "_MAX_OTHER_SAVE_SECONDS", 0.0)
@@ -308,7 +308,7 @@ def test_steps_that_were_gone_back_from_are_set_aside_by_the_first_save_behind(
     save_all(directory, 1, 2, 3, 4)
     checkpoints = Checkpoints(directory)
     assert restored(checkpoints, 2) == 2
-    assert checkpoints.steps() == [1, 2, 3, 4]  # to look at an older one changes nothing
+    assert checkpoints.steps() == [1, 2, 3, 4]  # restoring an older one does not remove others
     checkpoints.save(3, state_of(30), wait=wait)
     checkpoints.close()
     assert checkpoints.steps() == [1, 2, 3]
@@ -328,7 +328,7 @@ def test_steps_that_were_gone_back_from_go_where_not_all_stay(directory: pathlib
     with pytest.warns(RuntimeWarning, match=r"steps \[6\] are newer than step 1"):
         checkpoints.save(2, state_of(20), wait=True)
     assert checkpoints.steps() == [1, 2, 6]  # a link leads there
-    assert aside(directory) == {"step_00000004"}  # which was to stay for good
+    assert aside(directory) == {"step_00000004"}  # keep_every=4 keeps it permanently
     (directory / "best").unlink()
     checkpoints.save(3, state_of(30), wait=True)
     assert checkpoints.steps() == [2, 3]
@@ -341,7 +341,7 @@ def test_a_save_that_is_not_behind_leaves_newer_steps(directory: pathlib.Path) -
     restored(checkpoints, 5)
     checkpoints.save(2, state_of(2), wait=True)
     assert checkpoints.steps() == [1, 2, 5, 6]
-    assert restored(checkpoints) == 6  # the newest one: nothing is abandoned any more
+    assert restored(checkpoints) == 6  # the newest one: no steps are abandoned any more
     checkpoints.save(7, state_of(7), wait=True)
     assert checkpoints.steps() == [1, 2, 5, 6, 7]
 
@@ -386,7 +386,7 @@ def test_from_a_damaged_one_it_falls_back_with_a_warning_that_names_the_damage(
         assert restored(checkpoints) == 2
     with pytest.raises((CheckpointError, OSError), match=path.name):
         restored(checkpoints, 3)
-    # It goes on from there, and comes to the damaged one's step once more.
+    # The training continues from there, and reaches the step of the damaged checkpoint again.
     checkpoints.save(3, state_of(3), wait=True)
     assert restored(Checkpoints(directory)) == 3
 
@@ -440,7 +440,7 @@ class Phase(enum.Enum):
 
 
 class Failing(Stateful):
-    """An object that cannot take its state back: the file that it wants is not there."""
+    """An object that cannot load its state, because a file that it needs is missing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"a": torch.ones(1)}
@@ -472,7 +472,7 @@ def test_an_object_that_is_refused_is_told_by_the_save_and_is_no_damage(
 
 
 class Deeper(dict[str, Any]):
-    """A dict that torch takes apart."""
+    """A subclass of dict that torch flattens."""
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,7 @@ def test_one_that_was_removed_while_it_was_loaded_gives_way_to_a_newer_one(
 
 
 class Counter:
-    """What torch calls stateful."""
+    """A stateful object, as defined by torch."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(1000)
@@ -609,7 +609,7 @@ def test_the_error_of_a_save_is_raised_once_by_the_next_call(
         checkpoints.wait()
     assert checkpoints.steps() == []
     checkpoints.save(2, state_of(2), wait=True)
-    assert files_of(directory) == {"step_00000002"}  # nothing of those that failed
+    assert files_of(directory) == {"step_00000002"}  # no files of the failed saves
 
 
 def test_an_error_of_the_block_is_not_replaced_by_that_of_a_save(
@@ -632,7 +632,7 @@ def test_an_error_that_nobody_asks_for_is_told(
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     kept = [Checkpoints(directory)]
     kept[0].save(1, state_of(1))
-    [flight] = kept[0]._flights
+    [flight] = kept[0]._running_saves
     flight.join()
     flight.error = flight.error.with_traceback(None)  # type: ignore[union-attr]
     flight.error.__cause__ = flight.error.__context__ = None
@@ -642,7 +642,9 @@ def test_an_error_that_nobody_asks_for_is_told(
         kept.clear()
         gc.collect()
 
-    with pytest.warns(RuntimeWarning, match=r"step 1 failed, and nobody asked.*drive is gone"):
+    with pytest.warns(
+        RuntimeWarning, match=r"step 1 failed, and no call has raised its error.*drive is gone"
+    ):
         drop()
 
 
@@ -705,7 +707,7 @@ def test_ctrl_c_while_waiting_leaves_the_save_on_its_way(
     assert hold.reached.wait(120)
 
     def interrupt() -> None:
-        assert settled(lambda: threads_in(Checkpoints._join) > 0)
+        assert settled(lambda: threads_in(Checkpoints._wait_for_save) > 0)
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupting = InThread(interrupt)
@@ -779,7 +781,7 @@ def test_bad_arguments_are_refused_before_anything_is_done(
 
 
 def save_steps(rank: int, root: str, first: int, steps: int, die_at: int | None) -> list[str]:
-    """Save step after step, keeping two, and die at one of the steps of all that; return their names."""
+    """Save steps, keeping two, and kill the process at one call that changes files; return the names of the calls."""
     counted = Steps(die_at)
     counted.install()
     counted_functions = [(pathlib.Path, "rename"), (pathlib.Path, "touch"), (os, "rmdir")]
@@ -792,7 +794,7 @@ def save_steps(rank: int, root: str, first: int, steps: int, die_at: int | None)
 
 
 def check_folder(root: pathlib.Path, at_least: int) -> int:
-    """See that all that counts is whole, and that a next save leaves nothing else; return the newest."""
+    """Check that all listed steps are complete, and that the next save removes all other files; return the newest."""
     checkpoints = Checkpoints(root, keep_last=2)
     steps = checkpoints.steps()
     for step in steps:
@@ -949,7 +951,7 @@ def test_another_process_in_the_same_folder_loses_nothing(directory: pathlib.Pat
         assert ranks[0].answers.recv().failure is None
         ranks[0].process.join(120)
         assert ranks[0].process.exitcode == 0
-    # What it keeps are its own last two, and what came after its last removal.
+    # It keeps its own last two steps, and the steps saved after its last removal.
     assert checkpoints.steps()[-2:] == [1007, 1008]
     for step in checkpoints.steps():
         assert restored(checkpoints, step) == step
@@ -974,6 +976,29 @@ def test_what_an_alive_save_has_begun_is_no_leftover(
 
 def test_names_of_what_saves_leave() -> None:
     for name in ("__0_0.distcp", ".tensorferry.lock", f".metadata.{'0' * 16}.tmp"):
-        assert commit.is_of_a_save(name)
+        assert commit.is_save_file(name)
     for name in (".metadata", "__0.metadata", "model.pt", UNFINISHED, ""):
-        assert not commit.is_of_a_save(name)
+        assert not commit.is_save_file(name)
+
+
+def test_a_restore_warns_of_what_an_object_did_not_ask_for(tmp_path: pathlib.Path) -> None:
+    def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 3)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = training()
+    learn(model, optimizer)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model, "optimizer": optimizer}, wait=True)
+        model, optimizer = training()
+        with pytest.warns(RuntimeWarning, match=r"entries of optimizer\.state"):
+            assert checkpoints.restore({"model": model, "optimizer": optimizer}) == 1
+        learn(model, optimizer)  # creates the state
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            assert checkpoints.restore({"model": model, "optimizer": optimizer}) == 1
+            assert checkpoints.restore({"model": training()[0]}) == 1  # left out on purpose

@@ -1,4 +1,4 @@
-"""What happens meanwhile: loads while another process replaces the checkpoint, forks in the middle of saves."""
+"""Concurrent events: loads while another process replaces the checkpoint, and forks during saves."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
             return metadata
 
     save_as("directory", 1, directory)
-    (directory / "notes.metadata").write_bytes(b"somebody's own")
+    (directory / "notes.metadata").write_bytes(b"a user's file")
     state = empty_like(telling(0))
     told = "another save has replaced the checkpoint"
     with fails(tensorferry.StorageError, told, errno=errno.ENOENT):
@@ -117,7 +117,7 @@ def test_a_load_has_the_checkpoint_of_its_beginning_whatever_is_saved_meanwhile(
     dcp.load(state, storage_reader=Late(directory), no_dist=True)
     assert steps_in(state) == {1.0}
     assert steps_in(load(directory, "directory")) == {2.0}
-    save_as("directory", 3, directory)  # which removes what the one before had to leave
+    save_as("directory", 3, directory)  # removes the files that the previous save had to leave
     places = metadata_of(directory).storage_data.values()
     assert {path.name for path in directory.glob("*.distcp")} == {p.relative_path for p in places}
 
@@ -163,7 +163,7 @@ def test_children_forked_in_the_middle_of_saves_work_and_the_saves_are_whole(
 
 
 def fork_with_an_open_writer(_rank: int, directory: str, deed: str) -> str:
-    """Fork between two writes of a file; a child that goes on with it must be told, and may let it go."""
+    """Fork between two writes of a file; further writes in the child must fail, and it may drop the writer."""
     path = pathlib.Path(directory) / "file"
     halves = b"1" * 9_000_001, b"2" * 5_000_003
     writer = FileWriter(path)
@@ -200,7 +200,7 @@ def test_a_forked_child_cannot_harm_the_file_that_its_parent_writes(
 
 
 class Forking(dcp.DefaultSavePlanner):
-    """Forks in the middle of a save; in the child, what is to be saved cannot be had."""
+    """A planner that forks during a save, and fails in the child."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if write_item.index.fqn == "1":
@@ -211,14 +211,14 @@ class Forking(dcp.DefaultSavePlanner):
 
 
 class OfTorchsOwnThreads(FileSystemWriter):
-    """A writer whose files torch itself writes, since they may be anything."""
+    """A writer that leaves its files to torch's code, because it overrides an internal method."""
 
     def _write_data(self, *arguments: Any, **options: Any) -> Any:
         return super()._write_data(*arguments, **options)
 
 
 def fail_in_a_child(_rank: int, directory: str, own: bool) -> list[float]:
-    """Save, and fail to do so in a child forked meanwhile; return the steps that there are."""
+    """Save, and fail to save in a child that is forked during the save; return the steps in the checkpoint."""
     path, parent = pathlib.Path(directory), os.getpid()
     save_as("directory", 1, path)
     try:

@@ -1,4 +1,4 @@
-"""Reading `.metadata`: what torch writes is read, by every version; what it does not write makes nothing."""
+"""Reading `.metadata`: files of every version of torch are read, and other contents create no objects."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ def test_pythons_unpickler_reads_metadata_and_what_it_reads_is_the_same() -> Non
         except CheckpointError:
             continue
         slowly, _ = pickles.loads(data, _NAMES, older=OLDER_MODULES)
-        if not found.count(".Maker object") and "<class" not in found:
+        if not found.count(".Constructor object") and "<class" not in found:
             assert found == shown(slowly), (SEED, number)
     assert read
 
 
 def shown(metadata: object) -> str:
-    """Return what it is; an object that lost a field when its pickle was rearranged has no repr."""
+    """Return the repr of metadata, or an error: objects of a rearranged pickle may lack a field that repr() needs."""
     try:
         return repr(metadata)
     except AttributeError as error:
@@ -235,7 +235,7 @@ def test_what_could_crash_pythons_unpickler_is_not_given_to_it(code: bytes) -> N
 
 
 def test_places_that_are_slow_to_hash_are_refused() -> None:
-    """An index of an index of ...: each tuple of two has the hash of the one within taken twice."""
+    """Nested indexes: each tuple has two references to the inner one, so hashing takes exponential time."""
     module = f"{TORCH}.metadata".encode()
     code = b"]\x8c%c%b\x8c\rMetadataIndex\x93\x94a" % (len(module), module)
     code += b"h\0)\x81}\x8c\3fqn\x8c\1asb\x94a"
@@ -282,7 +282,7 @@ def test_lost_trailer_of_our_metadata_is_found(tmp_path: pathlib.Path) -> None:
 
 
 def test_flipped_bits_of_torchs_metadata_do_no_harm(random_bytes: RandomBytes) -> None:
-    # There is no checksum, so that some pass; those that do not are refused in words, and take no memory.
+    # The file has no checksum, so some flips pass. The others are refused with a message, and allocate no large memory.
     data = pickle.dumps(some_metadata(), protocol=4)
     with Stopwatch() as watch:
         for bit in random_bytes.generator.integers(8 * len(data), size=2000):
@@ -310,12 +310,12 @@ MALFORMED: dict[str, Any] = {
     "no places": some_metadata(storage_data=None),
     "a name that is none": some_metadata(state_dict_metadata={1: BytesStorageMetadata()}),
     "an entry that is none": some_metadata(state_dict_metadata={"a": 1}),
-    "a key that is no index": some_metadata(storage_data={"a": info("f", 0, 1)}),
+    "a key that is not an index": some_metadata(storage_data={"a": info("f", 0, 1)}),
     "a place that is none": some_metadata(storage_data={INDEX: ("f", 0, 1)}),
     "a negative offset": some_metadata(storage_data={INDEX: info("f", -1, 1)}),
     "an offset beyond files": some_metadata(storage_data={INDEX: info("f", 1 << 63, 1)}),
-    "a length that is no integer": some_metadata(storage_data={INDEX: info("f", 0, 1.5)}),
-    "a path that is no text": some_metadata(storage_data={INDEX: info(b"f", 0, 1)}),
+    "a length that is not an integer": some_metadata(storage_data={INDEX: info("f", 0, 1.5)}),
+    "a path that is not a string": some_metadata(storage_data={INDEX: info(b"f", 0, 1)}),
     "an empty path": some_metadata(storage_data={INDEX: info("", 0, 1)}),
     "a null in the path": some_metadata(storage_data={INDEX: info("f\0", 0, 1)}),
     "a payload beyond the blob": some_metadata(
@@ -346,7 +346,7 @@ def test_malformed_metadata_is_refused(tmp_path: pathlib.Path, metadata: Any) ->
         {"files": {1: (0, b"")}},
         {"files": {"__0_0.distcp": (5000, bytes(4))}},
         {"files": {"__0_0.distcp": (-1, b"")}},
-        {"files": {"__0_0.distcp": (100, bytes(4))}},  # shorter than what lies in it
+        {"files": {"__0_0.distcp": (100, bytes(4))}},  # shorter than the payloads in it
     ],
     ids=str,
 )

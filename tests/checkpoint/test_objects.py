@@ -1,4 +1,4 @@
-"""save() and load(): torch's files, byte for byte, and objects that come back as they were."""
+"""save() and load(): files equal torch's byte for byte, and loaded objects equal the saved ones."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_files_of_the_other_byte_order_are_read_by_torch(directory: pathlib.Path
 
 
 def without_checksums(archive: bytes) -> bytes:
-    """The archive with all CRC-32s zero, as torch writes it where it is told to."""
+    """Return the archive with all CRC-32s zero, as torch writes it on request."""
     data = bytearray(archive)
     for signature, at in ((b"PK\7\10", 4), (b"PK\1\2", 16)):
         position = data.find(signature)
@@ -246,7 +246,7 @@ def test_what_torch_must_write_tells_of_a_full_disk_as_such(tmp_path: pathlib.Pa
     with mounts.tmpfs(tmp_path / "small", 2 << 20) as mount:
         save({"step": 1}, mount / "object.pt")
         before = (mount / "object.pt").read_bytes()
-        # There is no way without payloads for quantized tensors.
+        # Quantized tensors cannot be saved without payloads.
         obj = torch.quantize_per_tensor(torch.zeros(4 << 20), 0.1, 0, torch.qint8)
         with pytest.raises(tensorferry.StorageError) as caught:
             save(obj, mount / "object.pt")
@@ -280,7 +280,7 @@ def test_any_flipped_bit_is_found_or_harmless(
         else:
             outcomes["harmless"] += 1
             assert saved(got) == wanted, f"bit {bit}"
-    # Padding, and what headers say of times and versions, takes no part.
+    # Changes of padding, and of times and versions in headers, are harmless.
     assert outcomes["CheckpointError"] > 0.3 * outcomes.total()
     assert outcomes["harmless"] < 0.6 * outcomes.total()
 
@@ -330,7 +330,9 @@ def test_a_pickle_that_claims_another_size_is_refused(directory: pathlib.Path) -
     # The number of elements, as pickle writes it, twice: of the storage, and of the tensor.
     lying = data.replace(b"M\xe8\x03", b"M\xd0\x07")
     path.write_bytes(without_checksums(lying))
-    with pytest.raises(CheckpointError, match="the pickle says it has not 8000 bytes"):
+    with pytest.raises(
+        CheckpointError, match="its size of 8000 bytes is not the one in the pickle"
+    ):
         load(path)
 
 

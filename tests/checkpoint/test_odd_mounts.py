@@ -1,4 +1,4 @@
-"""File systems of object stores, which refuse what others do: what torch.save can do there, all writers can."""
+"""File systems of object stores, which refuse some operations: all writers work there if torch.save does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.support.faultfs import FaultFS
 
-# More than a write-back cache has at once, so that data are on their way before the end.
+# Larger than a write-back cache, so writes are in flight before the end.
 STATE = {"w": torch.arange(300_000.0)}
 
 
@@ -60,9 +60,9 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_tried() -> Iterator[None]:
-    publication._renaming.clear()
+    publication._renames_checked.clear()
     yield
-    publication._renaming.clear()
+    publication._renames_checked.clear()
 
 
 @pytest.mark.parametrize("refused", ["chmod", "rename_open", "reopen"])
@@ -86,7 +86,7 @@ def test_where_files_cannot_be_replaced_that_is_said_before_data_are_written(
     path = faultfs.path / "saved"
     if refused == "rename_over":
         WAYS[way](path)
-        publication._renaming.clear()
+        publication._renames_checked.clear()
     faultfs.order(Fault(refused, error=errno.EINVAL))
     with pytest.raises((OSError, dcp.api.CheckpointException), match="this file system cannot"):
         WAYS[way](path)

@@ -1,4 +1,4 @@
-"""Paths are those of the call: a change of directory moves nothing elsewhere, and URLs are not folders."""
+"""Paths are resolved at the call, so a later change of directory has no effect; URLs are not taken for folders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pathlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,11 +23,14 @@ from tensorferry.checkpoint import (
     load,
     save,
     uninstall,
+    verify,
 )
+from tensorferry.checkpoint.tools import entries
 from tensorferry.safetensors import safe_open
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
 from tensorferry.store import TensorStore
+from tests.checkpoint.damage import flip
 from tests.checkpoint.states import done
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ STATE = {"w": torch.arange(1000.0)}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The directory in which paths are given; another one is "elsewhere" beside it."""
+    """Return the current directory of the calls; "elsewhere" is another one next to it."""
     for name in ("here", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -130,7 +134,7 @@ def test_what_was_made_before_the_directory_changed_reads_what_it_was_said(
 
 
 class Held:
-    """Has saves wait until the directory has changed, before they look at what they were told."""
+    """Delays saves, before they use their arguments, until the current directory has changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -196,7 +200,7 @@ def test_a_save_in_the_background_stays_where_it_was_begun(
 def test_a_save_in_the_background_that_resets_its_writer_stays_where_it_was_begun(
     here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without install() nothing of ours sees the folder before the thread that saves."""
+    """Without install(), the thread that saves is the first of our code to get the folder."""
     held = Held(monkeypatch)
     saving = begin_with_both()
     leave()
@@ -220,13 +224,48 @@ def test_urls_are_refused_and_make_no_folder(here: pathlib.Path, url: Any) -> No
         lambda path: tensorferry.write(path, STATE["w"]),
         lambda path: tensorferry.aio_handle().async_pwrite(STATE["w"], path),
     ]
-    if not is_url(os.fspath(url)):  # nobody reads there
+    if not is_url(os.fspath(url)):  # URLs cannot be read
         ways += [
             *(FileSystemReader, load, storage.HuggingFaceStorageReader),
             lambda path: FileSystemReader("x").reset(path),
             lambda path: safe_open(path, "pt"),
         ]
     for way in ways:
-        with pytest.raises(ValueError, match="is a URL"):
+        with pytest.raises(ValueError, match="got the URL"):
             way(url)
     assert not list(here.iterdir())
+
+
+TREES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "checkpoint of ours": lambda at: save_by(FileSystemWriter(at)),
+    "checkpoint of torch's": lambda at: save_by(dcp.FileSystemWriter(at)),
+    "file of torch.save's": lambda at: save(STATE, at),
+    "safetensors file": lambda at: save_file(STATE, at),
+    "safetensors folder": lambda at: (at.mkdir(), save_file(STATE, at / "model.safetensors")),
+    "sharded model": lambda at: save_sharded(
+        {"a": torch.ones(300), **STATE}, at, max_shard_nbytes=4096
+    ),
+    "arrays of NumPy's": lambda at: np.savez(at.open("wb"), w=np.arange(10)),
+}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("kind", TREES)
+def test_a_path_may_be_written_in_any_way(here: pathlib.Path, kind: str, damaged: bool) -> None:
+    TREES[kind](here / "saved")
+    if damaged:
+        files = [path for path in [here / "saved", *here.glob("saved/*")] if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        flip(largest, largest.stat().st_size * 4)
+
+    def told(path: str) -> tuple[Any, ...]:
+        report = verify(path)
+        problems = sorted((str(each.names), each.begin, each.end) for each in report.problems)
+        listed = [] if damaged else entries(path)
+        return report.entries, report.nbytes, problems, sorted(report.unverified), repr(listed)
+
+    wanted = told(str(here / "saved"))
+    for path in ("saved", "./saved", "../here/saved", f"{here}/../here/./saved"):
+        assert told(path) == wanted, path
+    if (here / "saved").is_dir():
+        assert told("saved/") == wanted

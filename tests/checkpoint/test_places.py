@@ -1,7 +1,8 @@
-"""Places of all kinds, sound and damaged: `convert`, `ls`, `verify` and loads find the truth in them, or refuse.
+"""Files and folders of all formats, sound and damaged: `convert`, `ls`, `verify` and loads are right, or refuse.
 
-A place is made of a state in one of the formats, by the writers of this project, of torch or of safetensors; perhaps it
-is damaged then: a file is missing, doubled, old. It is converted there and back, and what comes out is read by others.
+A place is a state that a writer of this project, torch or safetensors has saved in one of the formats. It may then be
+damaged: a file is missing, duplicated or old. The tests convert it in both directions, and other libraries read the
+results.
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ class Place:
     path : Path
         Where it is.
     tensors : dict of str to torch.Tensor
-        What it holds.
+        Its tensors.
     metadata : dict of str to str
-        What safetensors files say besides.
+        The metadata of safetensors files.
     outcome : "right", "refused" or "either"
-        What is to become of it.
+        The expected outcome.
     tensors_only : bool
         Whether it has something else, which is to be left out.
     """
@@ -150,7 +151,7 @@ def assert_are(found: State, wanted: State) -> None:
 
 
 class Leaf:
-    """Ways in which a tensor may be in a file, and whether it can be told there."""
+    """Kinds of tensors in files that all tools must read."""
 
     @staticmethod
     def plain(draw: Draw) -> Any:
@@ -186,7 +187,7 @@ class Leaf:
 
 
 class Odd(Leaf):
-    """Those that may be refused."""
+    """Kinds of tensors that tools may refuse."""
 
     @staticmethod
     def imaginary(draw: Draw) -> Any:
@@ -212,7 +213,7 @@ class Odd(Leaf):
 
 
 class Unknown:
-    """Those that must be."""
+    """Kinds of tensors that tools must refuse."""
 
     @staticmethod
     def sparse(draw: Draw) -> Any:
@@ -246,7 +247,7 @@ def ways(kind: Any) -> list[Any]:
 
 
 def files(draw: Draw) -> Place:
-    """A file of torch.save's, or of our own."""
+    """Return a file written by torch.save or by our own save."""
     found = Place(draw.folder / draw.one(["s.pt", "s.bin", "blob"]), {})
     containers: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -324,7 +325,7 @@ def metadata(draw: Draw, state: State) -> dict[str, str]:
 
 
 def one_file(draw: Draw) -> Place:
-    """A file of safetensors: by itself under any name, or alone in a folder."""
+    """Return a safetensors file: given directly, under any name, or as the only one in a folder."""
     state = draw.state()
     said = metadata(draw, state)
     name = draw.one(["model.safetensors", "0123abcd", "x.bin", "folder"])
@@ -347,7 +348,7 @@ def one_file(draw: Draw) -> Place:
 
 
 def several_files(draw: Draw) -> Place:
-    """A model of several files, with an index or without, and what goes wrong with such."""
+    """Return a model in several files, with or without an index, perhaps with typical damage."""
     state = draw.state(least=2)
     state = {name: draw.tensor(3, 4) if not t.numel() else t for name, t in state.items()}
     said = metadata(draw, state)
@@ -506,7 +507,7 @@ def checkpoints(draw: Draw) -> Place:
             file.unlink()
         else:
             file.write_bytes(file.read_bytes()[:-1])
-        # Of what has no elements nothing is lost.
+        # Empty tensors lose no data.
         found.outcome = REFUSED if all(tensor.numel() for tensor in state.values()) else EITHER
     elif draw.chance(8):
         save_sharded(state, path)
@@ -523,7 +524,7 @@ def ranks_files(draw: Draw) -> Place:
     mapping = None
     if draw.chance(3) and len(state) > 1:
         mapping = {name: 1 + number % 2 for number, name in enumerate(state)}
-    if draw.chance(4):  # over what was there
+    if draw.chance(4):  # over an existing file
         save_sharded(draw.state(), path, draw.one([1, "1GB"]))
         if kind is not HuggingFaceStorageWriter:
             shutil.rmtree(path)
@@ -558,7 +559,7 @@ def ranks_files(draw: Draw) -> Place:
     return found
 
 
-# --- what is found there ---
+# --- the findings of readers ---
 
 
 def read_checkpoint(path: pathlib.Path) -> tuple[State, dict[str, str]]:
@@ -577,7 +578,7 @@ def read_checkpoint(path: pathlib.Path) -> tuple[State, dict[str, str]]:
 
 
 def read(path: pathlib.Path) -> tuple[State, dict[str, str]]:
-    """Read what has been made, by the libraries whose formats these are."""
+    """Read a place with the libraries that define its formats."""
     if (path / ".metadata").exists():
         found, said = read_checkpoint(path)
         for name, own in said.items():
@@ -600,7 +601,7 @@ def assert_read(path: pathlib.Path, place: Place) -> None:
 
 
 def assert_others_agree(place: Place) -> None:
-    """Compare what `ls`, `verify` and loads say with the truth, or with a refusal."""
+    """Compare the results of `ls`, `verify` and loads with the truth, or expect a refusal."""
     truth = {name: (str(t.dtype)[6:], tuple(t.shape)) for name, t in place.tensors.items()}
     is_of_ranks = any(place.path.glob("shard-*"))
     is_file = place.path.is_file()
@@ -611,7 +612,7 @@ def assert_others_agree(place: Place) -> None:
             for entry in listed
             if entry.dtype and place.metadata.get(entry.name) not in place.tensors
         }
-        # A file has what it has, whatever it is a part of; of one of torch's ls says what is known of it.
+        # `ls` of a single file lists the file's own tensors, even if it is a part of a damaged model.
         if not is_file or place.outcome == RIGHT:
             assert len(listed) == len({entry.name for entry in listed})
             assert told == truth
@@ -624,7 +625,7 @@ def assert_others_agree(place: Place) -> None:
         assert sound
         assert told == truth
     elif place.outcome == REFUSED and not is_file and not (place.path / ".metadata").exists():
-        # Files without an index may be of several models, and sound each by itself.
+        # Files without an index may belong to several models, and be sound separately.
         assert not sound or (place.path / "copy.safetensors").exists()
     if place.path.is_dir() and any(place.path.glob("*.safetensors")):
         for read_all in (load_all, load_by_dcp):
@@ -636,7 +637,7 @@ def assert_others_agree(place: Place) -> None:
                 assert place.outcome != RIGHT
                 continue
             if not (place.path / ".metadata").exists():
-                # An index chooses: what it does not name is not missed by a load.
+                # An index selects the tensors: a load does not miss tensors that it does not name.
                 assert all(bits(t) == bits(place.tensors[name]) for name, t in found.items())
                 assert place.outcome != RIGHT or found.keys() == place.tensors.keys()
 
@@ -704,11 +705,11 @@ def check(make: Callable[[Draw], Place], number: Callable[[int, int], int]) -> N
         assert_read(second, place)
 
 
-# --- what is told of it ---
+# --- messages ---
 
 
 def assert_all_refuse(path: pathlib.Path, match: str) -> None:
-    """Check that no reader takes a place for a model, and that each of them says why."""
+    """Check that all readers refuse a place, each with a reason."""
     for look in (
         entries,
         load_all,

@@ -1,4 +1,4 @@
-"""torch's reader of quantised models on our engine: bit by bit what torch's own dequantises."""
+"""torch's reader of quantised models on our engine: dequantised values equal those of torch's reader bit for bit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tensorferry.checkpoint import CheckpointError, install, uninstall
-from tensorferry.checkpoint.storage import delivery
-from tensorferry.checkpoint.storage.reader import Lent
+from tensorferry.checkpoint.storage import destinations
+from tensorferry.checkpoint.storage.reader import PreallocatedPlanner
 from tensorferry.safetensors.errors import SafetensorError
 from tests.support import child
 
@@ -91,7 +91,7 @@ def mxfp4(*sizes: int) -> dict[str, torch.Tensor]:
 
 
 def values_of_mxfp4(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What torch's reader should give: two values a byte, the lower half first, times powers of two."""
+    """Return the expected values: two in each byte, the lower half first, multiplied by powers of two."""
     table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
     table = torch.cat([table, -table])
     blocks, scales = tensors["a_blocks"], tensors["a_scales"]
@@ -111,7 +111,7 @@ def read(reader: Any, requests: list[ReadItem], dtype: torch.dtype) -> torch.Ten
     """Read one slice, as a planner of one rank would have it."""
     target = torch.full(requests[0].lengths, 77.0).to(dtype)
     reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
-    reader.read_data(LoadPlan(requests), Lent([(requests[0], target)])).wait()
+    reader.read_data(LoadPlan(requests), PreallocatedPlanner([(requests[0], target)])).wait()
     return target
 
 
@@ -127,9 +127,9 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
-    """Have slabs, pieces and batches of scales small, so that small tensors are read in many."""
+    """Make slabs, pieces and batches of scales small, which splits the reads of small tensors into many."""
     with (
-        mock.patch.object(delivery, "_SLAB_NBYTES", 96),
+        mock.patch.object(destinations, "_SLAB_NBYTES", 96),
         mock.patch.object(quantized, "_PIECE_NBYTES", 300),
         mock.patch.object(quantized, "_SCALES_NBYTES", 40),
     ):
@@ -145,7 +145,7 @@ def slices(draw: Any, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     return offsets, lengths
 
 
-@pytest.mark.filterwarnings("ignore:values of tensors are converted")
+@pytest.mark.filterwarnings("ignore:tensors are converted")
 @given(st.data())
 def test_blocks_of_matrices_are_dequantised_as_torchs_reader_does(
     tmp_path_factory: pytest.TempPathFactory, data: Any
@@ -171,7 +171,7 @@ def test_blocks_of_matrices_are_dequantised_as_torchs_reader_does(
         assert reader.nbytes_read == weight["a.weight"].nbytes + scale["a.weight_scale_inv"].nbytes
 
 
-@pytest.mark.filterwarnings("ignore:values of tensors are converted")
+@pytest.mark.filterwarnings("ignore:tensors are converted")
 @given(st.data())
 def test_mxfp4_is_dequantised_as_torchs_reader_does(
     tmp_path_factory: pytest.TempPathFactory, data: Any
@@ -182,7 +182,7 @@ def test_mxfp4_is_dequantised_as_torchs_reader_does(
     tensors, many = mxfp4(*sizes), data.draw(st.booleans())
     folder = tmp_path_factory.mktemp("model")
     save(folder, tensors)
-    # Of whole tensors torch's metadata speaks otherwise: see below.
+    # torch's metadata differs for whole tensors: see below.
     torchs_reader = TorchsReader(str(folder), 1, target)
     theirs = read(torchs_reader, requests_of("a_blocks", offsets, lengths, dims=4), wanted)
     with small_steps() if many else contextlib.nullcontext():
@@ -200,7 +200,7 @@ def test_a_slice_that_begins_within_blocks_has_the_scale_of_each(directory: path
 
 @pytest.mark.parametrize("sizes", [(3, 5, 7, 16), (40, 90, 16), (6, 16), (1, 1, 1, 5000)], ids=str)
 def test_mxfp4_is_loaded_whole(directory: pathlib.Path, sizes: tuple[int, ...]) -> None:
-    # torch's reader tells planners of blocks that have the stored size, and gives the first values of each row only.
+    # torch's reader reports blocks of the stored size to planners, and returns only the first values of each row.
     tensors = mxfp4(*sizes)
     save(directory, tensors)
     wanted = values_of_mxfp4(tensors)
@@ -288,7 +288,7 @@ def test_scales_that_are_powers_of_two_by_their_dtype_are_read_as_such(
         pytest.skip("this torch has no such dtype")
     tensors = mxfp4(2, 3, 4, 16)
     wanted = values_of_mxfp4(tensors)
-    # torch's reader takes their values for exponents.
+    # torch's reader would use their values as exponents.
     save(directory, tensors | {"a_scales": tensors["a_scales"].view(kind)})
     state = {"a_blocks": torch.zeros(wanted.shape)}
     dcp.load(state, storage_reader=Reader(directory), no_dist=True)
@@ -307,11 +307,11 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     ),
     "too few scales": (
         {"a.weight": random_codes((300, 9), E4M3), "a.weight_scale_inv": torch.ones(2, 1)},
-        r"'a.weight_scale_inv', have to be of the size \[3, 1\].*are \[2, 1\].*block_size",
+        r"'a.weight_scale_inv', must have the size \[3, 1\].*are \[2, 1\].*block_size",
     ),
     "scales of smaller blocks": (
         {"a.weight": random_codes((300, 9), E4M3), "a.weight_scale_inv": torch.ones(5, 1)},
-        r"have to be of the size \[3, 1\].*are \[5, 1\]",
+        r"must have the size \[3, 1\].*are \[5, 1\]",
     ),
     "scales of another dimension": (
         {"a.weight": random_codes((300, 9), E4M3), "a.weight_scale_inv": torch.ones(3)},
@@ -326,22 +326,22 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     ),
     "three dimensions": (
         {"a.weight": random_codes((2, 9, 9), E4M3), "a.weight_scale_inv": torch.ones(2, 1, 1)},
-        "no blocks with scales are known",
+        "not a supported format of blocks with scales",
     ),
     "complex numbers": (
         {
             "a.weight": torch.ones(9, 9, dtype=torch.complex64),
             "a.weight_scale_inv": torch.ones(1, 1),
         },
-        "no blocks with scales are known",
+        "not a supported format of blocks with scales",
     ),
     "other blocks": (
         {"a_blocks": random_codes((2, 3, 4, 16), torch.int8), "a_scales": random_codes((2, 3, 4))},
-        "no blocks with scales are known",
+        "not a supported format of blocks with scales",
     ),
     "too many scales of blocks": (
         {"a_blocks": random_codes((2, 3, 4, 16)), "a_scales": random_codes((2, 3, 5))},
-        r"have to be of the size \[2, 3, 4\]",
+        r"must have the size \[2, 3, 4\]",
     ),
     "floating-point scales of blocks": (
         {"a_blocks": random_codes((2, 3, 4, 16)), "a_scales": torch.ones(2, 3, 4)},
@@ -377,7 +377,7 @@ def test_a_matrix_without_scales_is_plain_where_no_matrix_has_any(directory: pat
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_parts_that_ranks_have_saved_are_refused(directory: pathlib.Path, kind: str) -> None:
-    # Their blocks would be counted from where the part begins.
+    # The blocks would be counted from the begin of the part.
     whole = fp8(256, 10) if kind == "fp8" else mxfp4(4, 2, 3, 16)
     name, scales = whole
     for rank in range(2):
@@ -417,8 +417,10 @@ def test_files_that_are_replaced_after_their_headers_were_read_are_noticed(
     path.unlink()
     path.write_bytes(data)
     requests = requests_of("a.weight", [0, 0], [200, 200])
-    with pytest.raises(CheckpointError, match="not the file whose header was read") as raised:
-        reader.read_data(LoadPlan(requests), Lent([(requests[0], torch.zeros(200, 200))]))
+    with pytest.raises(CheckpointError, match="has changed since its header was read") as raised:
+        reader.read_data(
+            LoadPlan(requests), PreallocatedPlanner([(requests[0], torch.zeros(200, 200))])
+        )
     assert raised.value.path == str(path)
 
 
@@ -428,7 +430,7 @@ def test_damaged_headers_and_indexes_are_refused(directory: pathlib.Path) -> Non
     said = json.loads(index.read_text())
     said["weight_map"]["b.weight_scale_inv"] = file.name
     index.write_text(json.dumps(said))
-    with pytest.raises(SafetensorError, match=r"b\.weight_scale_inv.*it is not"):
+    with pytest.raises(SafetensorError, match=r"b\.weight_scale_inv.*does not contain it"):
         Reader(directory).read_metadata()
     save(directory, fp8(200, 200))
     data = bytearray(file.read_bytes())
@@ -503,17 +505,17 @@ def test_it_is_found_by_torchs_name(directory: pathlib.Path) -> None:
 
 
 def peak_of_load(path: str, kind: str, nbytes: int) -> int:
-    """Load one large tensor, and return how much memory that took beside its values."""
+    """Load one large tensor, and return the memory that the load needed in addition to its values."""
     import ctypes
 
     from tensorferry.tuning.stopwatch import Stopwatch
 
-    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD).
+    # Make the C library unmap freed memory at once (M_MMAP_THRESHOLD).
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
     side = 4 if kind == "many scales" else 128
     dtype = torch.float64 if kind == "mxfp4 in double" else torch.float32
     peak = None
-    for size in (1 << 16, nbytes):  # what is made on the first call is not what is tested
+    for size in (1 << 16, nbytes):  # the first call makes objects that do not count
         folder = pathlib.Path(path, f"{size}")
         folder.mkdir()
         is_mxfp4 = kind.startswith("mxfp4")

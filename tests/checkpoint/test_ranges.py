@@ -1,4 +1,4 @@
-"""Slabs of a slice: every wanted element once, in order, in boxes that a read can get."""
+"""Slabs of a slice: they contain every wanted element once, in order, in boxes that one read can fill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tensorferry.base.ranges import (
 def elements_by_slabs(
     sizes: Any, offsets: Any, lengths: Any, max_span: int, max_gap: int
 ) -> torch.Tensor:
-    """Put a slice together as the reader does, from slabs of numbered elements; -1 is what no slab brought."""
+    """Assemble a slice as the reader does, from slabs of numbered elements; -1 marks elements without a slab."""
     stored = torch.arange(torch.Size(sizes).numel())
     result = torch.full(lengths, -1)
     last = -1
@@ -42,7 +42,7 @@ def elements_by_slabs(
 
 
 def wanted(sizes: Any, offsets: Any, lengths: Any) -> torch.Tensor:
-    """What torch's narrowing gives."""
+    """Return the result of torch's narrow()."""
     result = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         result = result.narrow(dim, offset, length)
@@ -136,7 +136,7 @@ def test_is_inside(offsets: Any, lengths: Any, inside: bool) -> None:
 @pytest.mark.parametrize("sizes", [(), (1,), (4,), (2, 3), (3, 1, 2), (2, 2, 3), (1, 2, 1, 2)])
 @pytest.mark.parametrize("kind", ["contiguous", "wider", "reversed", "strided"])
 def test_rows_of_every_slice_of_small_tensors(sizes: Any, kind: str) -> None:
-    """Rows bring every element to its place, and are as long as can be."""
+    """Rows move every element to its destination, and are as long as possible."""
     stored = torch.arange(torch.Size(sizes).numel())
     for offsets, lengths in slices_of(sizes):
         target = torch.full([*lengths, 2], -1)[..., 0]

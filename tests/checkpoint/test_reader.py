@@ -1,4 +1,4 @@
-"""FileSystemReader in one process: everything that was saved comes back, wherever it is to go."""
+"""FileSystemReader in one process: it loads all saved objects, into every kind of destination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
-from tensorferry.checkpoint.storage import delivery, reading
+from tensorferry.checkpoint.storage import destinations, reading
 from tensorferry.checkpoint.storage import reader as reader_module
 from tensorferry.transfer import pipeline
 from tests.checkpoint.damage import flip
@@ -82,7 +82,7 @@ def test_ranks_that_saved_alone_are_loaded_alone(directory: pathlib.Path) -> Non
     assert_same(loaded, mixed_state())
 
 
-# --- slices and destinations, by plans of our own ---
+# --- slices and destinations, by plans that the tests make ---
 
 
 def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
@@ -147,13 +147,13 @@ def slices(draw: st.DrawFn) -> tuple[str, Any, Any, str]:
 
 @pytest.fixture(params=[False, True], ids=["usual sizes", "small sizes"])
 def small_sizes(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small sizes rows go straight to their places, and tensors lie in several runs and slabs."""
+    """Small limits make rows go directly to their destinations, and split tensors into several runs and slabs."""
     if request.param:
         monkeypatch.setattr(reading, "RUN_NBYTES", 1 << 18)
         monkeypatch.setattr(reading, "_MEMORY_NBYTES", 1 << 20)
-        monkeypatch.setattr(pipeline, "_MAX_FLYING", 3)
-        monkeypatch.setattr(delivery, "_MIN_ROW_NBYTES", 512)
-        monkeypatch.setattr(delivery, "_SLAB_NBYTES", 10_000)
+        monkeypatch.setattr(pipeline, "_MAX_IN_FLIGHT", 3)
+        monkeypatch.setattr(destinations, "_MIN_ROW_NBYTES", 512)
+        monkeypatch.setattr(destinations, "_SLAB_NBYTES", 10_000)
 
 
 @given(wanted=st.lists(slices(), min_size=1, max_size=6), verify=st.sampled_from(LEVELS))
@@ -290,7 +290,7 @@ def test_few_columns_do_not_take_the_whole_of_far_rows(directory: pathlib.Path) 
 
 
 class Recording(dcp.DefaultLoadPlanner):
-    """Notes in which order it is asked, and by whom."""
+    """A planner that records its calls and their threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def test_destinations_are_asked_for_shortly_before_their_bytes_come(
 
 
 class Lending(dcp.DefaultLoadPlanner):
-    """Lends one tensor for all items, and takes what is in it when it is committed."""
+    """A planner that returns the same tensor for all items, and copies its values at the commit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_planner_may_lend_the_same_memory_again(directory: pathlib.Path) -> None
 
 
 class Remembering(dcp.DefaultLoadPlanner):
-    """Keeps what it gave last, as Megatron's planner does, and goes by that when an item is committed."""
+    """A planner that remembers its last tensor, as Megatron's planner does, and uses it at the commit of an item."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         self.last = torch.empty(read_item.lengths)
@@ -427,7 +427,7 @@ def test_failure_of_the_planner_is_what_is_raised(
             attempt()
 
 
-# --- what went through extensions ---
+# --- files written with extensions ---
 
 
 def test_items_of_extensions_are_read_by_torch(directory: pathlib.Path) -> None:
@@ -527,7 +527,7 @@ def test_whether_a_checkpoint_may_be_overwritten_is_as_the_installed_torch_has_i
 
 
 class Strict(dcp.FileSystemReader):
-    """A reader of torch to come."""
+    """A reader as a future version of torch may have it."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         for request in plan.items:
@@ -549,12 +549,12 @@ def test_other_dtypes_are_converted_or_refused_as_the_installed_torch_does(
         except dcp.api.CheckpointException as error:
             outcomes.append([type(failure) for failure, _ in error.failures.values()])
     assert outcomes[0] == outcomes[1]
-    reader_module._torchs_refusal.cache_clear()
+    reader_module._torch_dtype_error.cache_clear()
     monkeypatch.setattr(reader_module.filesystem, "FileSystemReader", Strict)
     with fails(RuntimeError, "mismatch dtypes"):
         load(loaded, directory)
     load({"a": torch.zeros(3)}, directory)
-    reader_module._torchs_refusal.cache_clear()
+    reader_module._torch_dtype_error.cache_clear()
 
 
 def test_unknown_level_is_refused(directory: pathlib.Path) -> None:
@@ -575,7 +575,7 @@ def test_loads_leak_nothing(directory: pathlib.Path, unlogged: None) -> None:
 
 
 def peak_of_load(path: str, mebibytes: int, other_dtype: bool, columns: bool) -> int:
-    """Save tensors of 64 MiB, load them (or half of each row), and return by how much memory grew meanwhile."""
+    """Save tensors of 64 MiB, load them (or half of each row), and return the growth of memory during the load."""
     from tensorferry.tuning.stopwatch import Stopwatch
 
     count = mebibytes // 64
@@ -632,7 +632,7 @@ def test_a_load_that_narrows_a_dtype_warns(
     reader: Any = FileSystemReader
     if kind == "reader":
         save(state, directory)
-        if reader_module._torchs_refusal() is not None:
+        if reader_module._torch_dtype_error() is not None:
             pytest.skip("this torch refuses other dtypes")
     else:
         storage = pytest.importorskip("tensorferry.checkpoint.storage.huggingface")
@@ -650,9 +650,9 @@ def test_a_load_that_narrows_a_dtype_warns(
 
 @given(data=st.data())
 def test_memory_is_held_once(data: st.DataObject) -> None:
-    """Against a list of what is held: views of two storages that come and go."""
+    """Views of two storages are held and released, and compared with a model of the held memory."""
     flats = [torch.zeros(20), torch.zeros(20)]
-    held, known = reader_module._HeldMemory(), {}
+    held, known = reader_module._ReservedMemory(), {}
     for _ in range(data.draw(st.integers(1, 30))):
         if known and data.draw(st.booleans()):
             key = data.draw(st.sampled_from(sorted(known)))

@@ -1,4 +1,4 @@
-"""What loads say of themselves while they run, and how they end: progress, failures, memory."""
+"""Progress reports of loads, their failures, and their memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_progress_grows_up_to_all(
     first, last = told[0], told[-1]
     assert first.nbytes < last.nbytes / 2
     assert last.nbytes == last.total_nbytes > 24 << 21
-    # Nobody asks for the tensor that is empty.
+    # The empty tensor is not requested.
     assert last.files == last.total_files == len(list(directory.glob("*.distcp"))) - 1
     assert {each.total_nbytes for each in told} == {last.nbytes}
     assert reader.last_load is not None
@@ -72,7 +72,7 @@ def test_progress_grows_up_to_all(
 def test_progress_is_told_once_of_a_short_load(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_module, "_PAUSE_SECONDS", math.inf)  # however long it takes here
+    monkeypatch.setattr(progress_module, "_PAUSE_SECONDS", math.inf)  # independent of the speed
     save({"a": torch.ones(10)}, directory)
     told: list[Progress] = []
     load({"a": torch.zeros(10)}, directory, progress=told.append)
@@ -108,7 +108,7 @@ def test_what_progress_raises_ends_the_load(
 
 
 def test_a_progress_that_cannot_be_called_is_refused(directory: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match="progress: 5 cannot be called"):
+    with pytest.raises(TypeError, match="progress: 5 is not callable"):
         FileSystemReader(directory, progress=5)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ def test_a_load_that_failed_touches_no_tensor_any_more(
 
     def release() -> None:
         faultfs.await_held()
-        released.wait(0.5)  # in which a load that does not wait would come to its end
+        released.wait(0.5)  # a load that does not wait would end in this time
         released.set()
         faultfs.clear()
 

@@ -1,4 +1,4 @@
-"""Saved on N ranks, loaded on M: DTensors of every placement, by ours and torch's writer and reader crossed."""
+"""Saves on N ranks and loads on M: DTensors of every placement, with each pair of our and torch's writer and reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a tensor of the state holds, the same on all ranks."""
+    """Return the values of a tensor of the state, which are the same on all ranks."""
     numel = torch.Size(shape).numel()
     return (torch.arange(numel) % 251).reshape(shape).to(dtype)
 
@@ -117,7 +117,7 @@ def count_failures(rank: int, path: str) -> tuple[str, bool]:
 def test_no_rank_is_touched_where_one_finds_damage_before(directory: pathlib.Path) -> None:
     path = directory / "checkpoint"
     call_on_ranks(2, save_state, 2, str(path), True)
-    # What rank 1 alone needs: its half of "large" is the large payload of its file.
+    # Only rank 1 needs its half of "large", which is the large payload of its file.
     (file,) = path.glob("__1_*.distcp")
     flip(file, 4 * file.stat().st_size)
     results = call_on_ranks(2, count_failures, str(path))
@@ -126,7 +126,7 @@ def test_no_rank_is_touched_where_one_finds_damage_before(directory: pathlib.Pat
 
 
 def read_slices(rank: int, path: str) -> tuple[int, int]:
-    """Load the rows of this rank, and return what was read and what there is."""
+    """Load the rows of this rank, and return the bytes read and the total bytes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

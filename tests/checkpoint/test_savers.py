@@ -1,4 +1,4 @@
-"""Several saves in one directory at once: none loses a file of another, and the last to succeed is whole."""
+"""Concurrent saves to one directory: none removes a file of another, and the last to succeed is complete."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_folder_that_may_not_be_written_is_told_as_such() -> None:
 
 
 def in_threads(*actions: Callable[[], Any]) -> None:
-    """Run actions at once, and raise what one of them raised."""
+    """Run actions concurrently, and raise the exception of one of them."""
     failures: list[BaseException] = []
     barrier = threading.Barrier(len(actions))
 
@@ -124,7 +124,7 @@ class Meeting(dcp.DefaultSavePlanner):
 
 
 def save_meeting(step: int, checkpoint: pathlib.Path, function: Callable[[], Any]) -> None:
-    """Save, and call a function in the middle, in a thread of its own."""
+    """Save, and call a function in the middle, in a separate thread."""
     dcp.save(
         telling(step),
         storage_writer=FileSystemWriter(checkpoint, thread_count=2),
@@ -149,7 +149,7 @@ def test_a_save_that_begins_and_ends_within_another_loses_nothing_of_it(
     save_meeting(1, checkpoint, within)
     assert found == [2]
     assert step_in(checkpoint) == 1
-    assert len(files_of(checkpoint)) == 3  # .metadata and two data files: of the other save nothing
+    assert len(files_of(checkpoint)) == 3  # .metadata and two data files, none of the other save
 
 
 def test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before(
@@ -198,7 +198,7 @@ def test_a_save_beside_one_that_cannot_lock_removes_nothing_but_what_it_replaces
     checkpoint = directory / "checkpoint"
     save(telling(1), checkpoint)
     replaced = files_of(checkpoint) - {".metadata"}
-    (checkpoint / LOCK_NAME).mkdir()  # what no file system can lock
+    (checkpoint / LOCK_NAME).mkdir()  # a directory in place of the lock file cannot be locked
     somebodys = checkpoint / "__0_0123456789abcdef_0.distcp"
     somebodys.write_bytes(b"half")
     save_meeting(2, checkpoint, lambda: save(telling(3), checkpoint))
@@ -223,11 +223,11 @@ def test_the_last_of_those_who_leave_at_once_removes_the_file_of_the_locks(
 ) -> None:
     for _ in range(200):
         savers = [Saver(directory, rank) for rank in (None, None, 0, 1)]
-        with savers[0].alone() as alone:
+        with savers[0].exclusive() as alone:
             assert not alone
         in_threads(*(saver.leave for saver in savers))
         assert not files_of(directory)
-    with Saver(directory, None).alone() as alone:
+    with Saver(directory, None).exclusive() as alone:
         assert alone
 
 
@@ -235,16 +235,16 @@ def test_a_rank_that_saves_alone_meets_saves_of_all_and_no_other_ranks(
     directory: pathlib.Path,
 ) -> None:
     here, other = Saver(directory, 0), Saver(directory, 1)
-    with here.alone() as alone, other.alone() as other_alone:
+    with here.exclusive() as alone, other.exclusive() as other_alone:
         assert alone
         assert other_alone
     whole = Saver(directory, None)
     for saver in (here, other, whole):
-        with saver.alone() as alone:
+        with saver.exclusive() as alone:
             assert not alone
     here.leave()
     other.leave()
-    with whole.alone() as alone:
+    with whole.exclusive() as alone:
         assert alone
 
 
@@ -305,7 +305,7 @@ class Saved:
 
 
 def save_on_demand(demands: Connection) -> None:
-    """Save whenever there is a demand: where, which step, after how long, with which options."""
+    """Save for each request: the folder, the step, a delay, and the options."""
     torch.set_num_threads(1)
     while (demand := demands.recv()) is not None:
         directory, step, delay_seconds, options = demand
@@ -384,21 +384,21 @@ def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path)
             found.add(step % 10)
             if number % 5 == 4:
                 save(telling(0), checkpoint)
-                assert len(files_of(checkpoint)) == 2  # leftovers of killed saves have gone
+                assert len(files_of(checkpoint)) == 2  # leftovers of killed saves are removed
     assert len(found) > 1
 
 
 def test_a_save_does_not_go_on_beside_one_that_would_not_see_it(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went on without a lock after a minute; the other, once awake, removed the files of what had been saved."""
+    """A save that continues without the lock after a timeout must not lose its files to the other save."""
     monkeypatch.setattr(savers, "_MAX_WAIT_SECONDS", 0.2)
     checkpoint = directory / "checkpoint"
     save(telling(1), checkpoint)
     other = Saver(checkpoint, None)
-    with other.alone() as alone:
+    with other.exclusive() as alone:
         assert alone
-        with pytest.raises(dcp.api.CheckpointException, match="to itself"):
+        with pytest.raises(dcp.api.CheckpointException, match="exclusive access"):
             save(telling(2), checkpoint)
     other.leave()
     assert step_in(checkpoint) == 1
@@ -422,9 +422,9 @@ def test_nobody_is_alone_by_a_file_that_is_no_more(directory: pathlib.Path) -> N
     first = Saver(directory, None)
     (directory / LOCK_NAME).unlink()
     second = Saver(directory, None)
-    with first.alone() as alone:
+    with first.exclusive() as alone:
         assert not alone
-    with second.alone() as alone:
+    with second.exclusive() as alone:
         assert alone
     first.leave()
     second.leave()

@@ -1,4 +1,4 @@
-"""What several ranks want is read by one of them, and handed on; whatever happens on one rank ends the load on all."""
+"""One rank reads the data that several ranks need, and sends them on; a failure on one rank ends the load on all."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_readers_that_libraries_make_share_once_that_is_installed(directory: Pat
 
 
 class Moving(DefaultLoadPlanner):
-    """A planner that lends the same memory for all tensors, and takes them from there."""
+    """A planner that returns the same memory for all tensors, and copies them from there."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_planner_may_lend_the_same_memory_again(directory: Path) -> None:
 
 
 class Scaled(torch.Tensor):
-    """A tensor of bytes and a scale that stands for numbers, as quantizing libraries have them."""
+    """A tensor subclass that represents numbers by bytes and a scale, as quantizing libraries have them."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, _scale: torch.Tensor) -> Any:
@@ -409,13 +409,13 @@ def test_ctrl_c_in_a_planner_of_one_rank_ends_the_load_on_all(directory: Path) -
     first, second = call_on_ranks(2, failures_of, str(directory), Failing)
     assert first == second
     assert first == [
-        "RuntimeError: another rank was stopped by KeyboardInterrupt()",
+        "RuntimeError: another rank was interrupted by KeyboardInterrupt()",
         "KeyboardInterrupt: ",
     ]
 
 
 def own_failures(rank: int, path: str) -> tuple[list[str], int]:
-    """Load what is shared, and on rank 1 what is not there; then what is shared alone."""
+    """Load shared tensors, and on rank 1 also a missing one; then load the shared tensors only."""
     loaded = {"shared": torch.zeros(MIB)}
     own = {"own": torch.zeros(MIB)} if rank == 1 else {}
     reader = FileSystemReader(path, broadcast=True)
@@ -478,8 +478,8 @@ def test_ranks_that_could_not_meet_are_told(directory: Path) -> None:
     save({"shared": torch.ones(MIB)}, directory)
     first, second, _ = call_on_ranks(3, other_options, str(directory))
     assert first == second
-    assert first[0] == "broadcast: ranks differ in it: True, False"
-    assert first[1].startswith("process_group: the load is by 2 ranks")
+    assert first[0] == "broadcast: ranks differ: True, False"
+    assert first[1].startswith("process_group: 2 ranks load")
 
 
 def test_what_broadcast_may_be(directory: Path) -> None:
@@ -500,7 +500,7 @@ def test_what_it_may_be_for_files_of_hugging_faces(directory: Path) -> None:
 def test_boxes_cover_each_element_once_in_order(lengths: tuple[int, ...], max_numel: int) -> None:
     numbers = torch.arange(math.prod(lengths)).view(lengths)
     found = []
-    for offsets, sizes in sharing._boxes(lengths, max_numel):
+    for offsets, sizes in sharing._split_box(lengths, max_numel):
         assert math.prod(sizes) <= max_numel
         place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         found.extend(numbers[place].reshape(-1).tolist())
@@ -508,7 +508,7 @@ def test_boxes_cover_each_element_once_in_order(lengths: tuple[int, ...], max_nu
 
 
 def peak_of_load(rank: int, path: str) -> int:
-    """Load 320 MiB, and return by how much memory grew meanwhile."""
+    """Load 320 MiB, and return the growth of memory during the load."""
     from tensorferry.tuning.stopwatch import Stopwatch
 
     loaded = {str(k): torch.ones(16 * MIB, dtype=torch.bfloat16) for k in range(10)}

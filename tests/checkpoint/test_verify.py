@@ -1,4 +1,4 @@
-"""Damage is found: on loading before it gets into a tensor, and by `verify` without loading."""
+"""Detection of damage: by loads before it reaches a tensor, and by `verify` without a load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def data_file_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def regions(path: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Where in the data file each part of the blob of "large" lies."""
+    """Return the offset in the data file of each part of the blob of "large"."""
     metadata = read_metadata(path / ".metadata")
     ((_, info),) = [each for each in metadata.storage_data.items() if each[0].fqn == "large"]
     offset, nbytes = payload_of(info) or (0, 0)
@@ -261,7 +261,7 @@ def test_flips_in_torchs_files_are_reported_and_never_a_traceback(
 ) -> None:
     small = {"a": torch.arange(5.0), "b": {"c": "text"}}
     dcp.save(small, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-    # Python's pickle, with which torch reads metadata, takes all memory for a single wrong number.
+    # Python's pickle, with which torch reads metadata, may allocate all memory because of a single wrong number.
     readers = {
         data_file_of(directory): dcp.FileSystemReader,
         directory / ".metadata": FileSystemReader,
@@ -288,8 +288,8 @@ def test_what_cannot_be_verified_is_named(directory: pathlib.Path) -> None:
     assert report.sound
     assert report.unverified == [".metadata", f"bytes {nbytes - 4} to {nbytes} of {file.name}"]
     result = run("verify", directory)
-    assert "could not be verified, for want of a checksum: '.metadata'" in result.stdout
-    assert "nothing is wrong with what can be verified" in result.stdout
+    assert "could not be verified, because they have no checksum: '.metadata'" in result.stdout
+    assert "no problem found in the verified part" in result.stdout
 
 
 def test_sizes_that_contradict_the_metadata_are_found(directory: pathlib.Path) -> None:
@@ -300,7 +300,7 @@ def test_sizes_that_contradict_the_metadata_are_found(directory: pathlib.Path) -
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     (problem,) = verify(directory).problems
     assert problem.names == ("last",)  # type: ignore[union-attr]
-    assert "[500] and not [501]" in str(problem)
+    assert "[500], but the metadata says [501]" in str(problem)
 
 
 # --- verify() and the commands ---
@@ -354,7 +354,7 @@ def test_verify_command_of_a_sound_checkpoint(directory: pathlib.Path) -> None:
     save(state(), directory)
     result = run("verify", directory)
     assert result.exit_code == 0
-    assert "nothing is wrong" in result.stdout
+    assert "no problem found" in result.stdout
     assert json.loads(run("verify", directory, "--json").stdout)["sound"] is True
 
 

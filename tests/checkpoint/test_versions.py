@@ -1,7 +1,7 @@
-"""Checkpoints made by other versions of torch are read bit for bit, and ours name nothing that theirs do not.
+"""Checkpoints of other versions of torch are read bit for bit, and ours contain only names that those versions have.
 
-The torch that is installed reads ours here. For another version to do so: write with `python -m
-tests.checkpoint.test_versions DIRECTORY`, then have that version run `tests/checkpoint/golden/make.py read DIRECTORY`.
+Here the installed version of torch reads our checkpoints. To read them with another version, write them with `python -m
+tests.checkpoint.test_versions DIRECTORY`, then run `tests/checkpoint/golden/make.py read DIRECTORY` with that version.
 """
 
 from __future__ import annotations

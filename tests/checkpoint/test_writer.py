@@ -1,4 +1,4 @@
-"""FileSystemWriter in one process: torch's files, torch's options, and nothing left behind by failures."""
+"""FileSystemWriter in one process: torch's file format and options, and no files left by failures."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_files_of_others_stay(directory: pathlib.Path) -> None:
     save(mixed_state(), checkpoint)
     for name in ("notes.txt", "model.distcp", "__0_0.distcp.backup", "x__0_0.distcp"):
         (checkpoint / name).write_text("mine")
-    (checkpoint / "__0_0.distcp").mkdir()  # nobody makes such, and it is no file to remove
+    (checkpoint / "__0_0.distcp").mkdir()  # a directory with the name of a data file is left alone
     save(mixed_state(), checkpoint)
     assert len(files_of(checkpoint)) == 7
 

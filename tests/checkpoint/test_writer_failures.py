@@ -1,4 +1,4 @@
-"""FileSystemWriter meets failures: they are reported as they are, and the checkpoint before stays as it was."""
+"""Failures of FileSystemWriter: the error is exact, and the previous checkpoint does not change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_metadata_of_what_was_not_written_is_refused(directory: pathlib.Path) ->
 
     checkpoint = directory / "checkpoint"
     save(mixed_state(1), checkpoint)
-    with fails(CheckpointError, "1 of the parts"):
+    with fails(CheckpointError, "1 of the planned parts"):
         dcp.save(mixed_state(2), storage_writer=Forgetting(checkpoint), no_dist=True)
     assert_same(load(checkpoint, mixed_state(1)), mixed_state(1))
 

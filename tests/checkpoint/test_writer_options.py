@@ -1,4 +1,4 @@
-"""FileSystemWriter where torch's own code writes the files: extensions, safetensors. And ranks that save alone."""
+"""FileSystemWriter with files that torch's code writes (extensions, safetensors), and ranks that save alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_safetensors_files_are_torchs(directory: pathlib.Path) -> None:
 
     def content(folder: pathlib.Path) -> tuple[dict[str, str], dict[str, list[float]]]:
         (path,) = folder.glob("*.distcp")
-        with safetensors.safe_open(path, "pt") as file:  # its entries come in any order
+        with safetensors.safe_open(path, "pt") as file:  # its entries are in any order
             return file.metadata(), {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
 
     assert content(directory / "ours") == content(directory / "torch")
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_all_replaces_those_of_single_ranks(directory: pathlib.P
 def test_files_written_by_torch_are_synced_and_listed(directory: pathlib.Path) -> None:
     save(SMALL, directory / "checkpoint", _extensions=[Inverting()])
     metadata = metadata_of(directory / "checkpoint")
-    assert not hasattr(metadata, "tensorferry")  # nothing is known of bytes that torch wrote
+    assert not hasattr(metadata, "tensorferry")  # torch wrote the bytes, so checksums are missing
     assert {info.relative_path for info in metadata.storage_data.values()} | {".metadata"} == (
         files_of(directory / "checkpoint")
     )

@@ -1,4 +1,4 @@
-"""FileSystemWriter on several ranks: one checkpoint of all, and one rank's failure is everybody's."""
+"""FileSystemWriter on several ranks: they save one checkpoint, and a failure of one rank fails on all ranks."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def save_async(rank: int, directory: str, kind: str) -> None:
     answer = dcp.async_save(state, storage_writer=writer, **options)
     del state["step"]
     for value in state.values():
-        value.to_local().zero_()  # the copy has been taken
+        value.to_local().zero_()  # the save has a copy
     done(answer)
 
 

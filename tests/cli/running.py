@@ -1,4 +1,4 @@
-"""Commands as people and scripts run them: here, where nothing depends on the process, or in one of their own."""
+"""Runs commands as people and scripts do: in this process if nothing depends on it, or in a separate one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ended(*command: object, expect: int = 0, cwd: Path = ROOT, **environment: st
 def here(
     main: Any, *arguments: object, expect: int = 0, cwd: Path = ROOT, **environment: str
 ) -> Done:
-    """Run a command line in this process; what it starts is started quickly."""
+    """Run a command line in this process; the processes that it starts are forked from a warm interpreter."""
     output, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as streams:
         patch.setattr(sys, "executable", warm.python())  # which starts without `environment`
@@ -66,7 +66,7 @@ def run(*arguments: object, **options: Any) -> Done:
 
 
 def run_fresh(*arguments: object, **options: Any) -> Done:
-    """Run it in an interpreter that has imported nothing, as what it starts has not."""
+    """Run it in a fresh interpreter; the processes that it starts are fresh, too."""
     return ended(sys.executable, "-m", "tensorferry", *arguments, **options)
 
 

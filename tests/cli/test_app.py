@@ -1,4 +1,4 @@
-"""The command line as a whole: what it offers, how it ends, what it needs."""
+"""The command line as a whole: its commands, its exit codes, its requirements."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -
     lines = help_of(*command.split(), width=width).splitlines()
     assert max(map(len, lines)) <= min(width, 100)
     assert not any(line.endswith("...") or "…" in line for line in lines[1:]), "nothing is cut off"
-    # A paragraph's lines are full: what begins the next one would not have fitted.
+    # The lines of a paragraph are full: the first word of the next line would not have fitted.
     first = next(n for n, line in enumerate(lines) if line.startswith("  "))
     for line, after in itertools.pairwise(lines[first : lines.index("", first)]):
         assert len(line) + 1 + len(after.split()[0]) > min(width, 100) - 2
@@ -160,12 +160,12 @@ print([name for name in sys.modules if name.startswith(heavy)], file=sys.stderr)
 
 
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored() -> None:
-    """As under nohup, where a terminal that goes must not end the command."""
+    """As under nohup: the loss of the terminal must not end the command."""
     program = """
 import os, signal
-from tensorferry.cli.leaving import leaving_well
+from tensorferry.cli.exit_codes import reporting_failures
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-with leaving_well("this"):
+with reporting_failures("this"):
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on")
 """

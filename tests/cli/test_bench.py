@@ -1,4 +1,4 @@
-"""`tensorferry bench`: what it measures, and what it says of it."""
+"""`tensorferry bench`: its measurements and its output."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_stored_profile_is_used_and_told(
 
 
 def test_files_in_memory_are_noted_as_never_cold(tmpfs_directory: Path) -> None:
-    assert any("no read is cold" in note for note in measure(tmpfs_directory)["notes"])
+    assert any("its reads are never cold" in note for note in measure(tmpfs_directory)["notes"])
 
 
 def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> None:
@@ -192,7 +192,7 @@ def test_handles_are_measured_without_torch_and_numpy(
     ["--engine=files", "--memory=locked", "--use-accelerator-pin-memory", "--use-gds", "--compare"],
 )
 def test_cuda_tensors_are_measured_and_hold_the_right_bytes(option: str, directory: Path) -> None:
-    if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if option == "--use-gds" else None):
+    if reason := gpus.gpu_refusal() or (gpus.gds_refusal() if option == "--use-gds" else None):
         pytest.skip(reason)
     content = measure(directory, "--gpu", "--validate", option)
     way = "gds_handle" if option == "--use-gds" else content["job"]["engine"]

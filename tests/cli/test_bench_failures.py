@@ -1,4 +1,4 @@
-"""`tensorferry bench` where something goes wrong: what it says, how it exits, and that nothing is left."""
+"""Failures of `tensorferry bench`: the message, the exit code, and no files left."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
 
 SIZE = 3 << 20
-INTERRUPTED = "tensorferry bench: interrupted; its files and processes are gone"
+INTERRUPTED = "tensorferry bench: interrupted; its files were removed and its processes ended"
 
 
 def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
     required.module("pyseccomp")
     prefix = [sys.executable, "-m", "tests.support.seccomp", "--block", "io_uring", "--"]
     done = ended(*prefix, *BENCH, directory, "--io-engine=io_uring", expect=2)
-    assert "io_uring cannot be had here" in done.stderr
+    assert "io_uring is not available" in done.stderr
 
 
 def test_more_than_fits_is_refused_before_the_first_byte(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["--write", "--read"])
 def test_a_full_disk_is_told_and_nothing_is_left(operation: str, tmp_path: Path) -> None:
-    # Two inodes are for the file system's and the scratch folder: there is no third for a file.
+    # The root and the scratch folder use both inodes of the file system, so making a file fails with ENOSPC.
     mount = mounts.mounted(tmp_path / "full", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs")
     with mount as directory:
         done = bench(directory, f"--io-size={SIZE}", operation, expect=1)
@@ -133,11 +133,11 @@ def test_an_interrupt_while_processes_start_leaves_nothing(delay_s: float, direc
     with started(directory, files=0) as process:
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGINT)
-        os.killpg(process.pid, signal.SIGTERM)  # impatience changes nothing
+        os.killpg(process.pid, signal.SIGTERM)  # a repeated signal has no effect
         assert_ends(process, directory, 130, INTERRUPTED)
 
 
-# Impatience as the interpreter ends: when it calls atexit's functions, and when it clears what modules hold.
+# Repeated signals at the end of the interpreter: during atexit's functions, and while it clears modules.
 IMPATIENT = """
 import atexit, os, signal
 
@@ -147,15 +147,15 @@ class Last:
 
 last = Last()
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-from tensorferry.cli.leaving import leaving_well
-with leaving_well("this"):
+from tensorferry.cli.exit_codes import reporting_failures
+with reporting_failures("this"):
     os.kill(os.getpid(), signal.SIGINT)
 """
 
 
 def test_an_interrupted_command_that_ends_is_not_stopped_by_a_second_signal() -> None:
     done = ended(sys.executable, "-c", IMPATIENT, expect=130)
-    assert done.stderr == "this: interrupted; its files and processes are gone\n"
+    assert done.stderr == "this: interrupted; its files were removed and its processes ended\n"
 
 
 def test_processes_whose_bench_was_killed_clean_up_and_leave(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tensorferry bench --offload`: what a step would take."""
+"""`tensorferry bench --offload`: the estimated time of a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_whole_training_is_predicted(directory: Path) -> None:
     printed = bench(*arguments).stdout
     assert "fp32: 112 GB" in printed
     assert "step s" not in printed
-    assert "What your model computes" in printed
+    assert "own computation is not included" in printed
     assert "training: needs --offload" in bench(directory, "--training", expect=2).stderr
 
 

@@ -1,4 +1,4 @@
-"""`tensorferry-ds-io`: command lines of ds_io and what scripts read of its output."""
+"""`tensorferry-ds-io`: the command lines of ds_io, and the output that scripts parse."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 required.module("typer")
 required.module("rich")
 
-# Libraries that take their time to import leave time to interrupt.
+# Libraries with slow imports give time to interrupt.
 SLOW_IMPORT = "import time; open(__file__ + '.begun', 'x').close(); time.sleep(60)"
 
 
 def report(*arguments: object, **options: Any) -> str:
-    """Run it in a fresh interpreter, as it asks others of its kind, and return what it prints."""
+    """Run the report in a fresh interpreter, because it starts copies of its interpreter; return its output."""
     done = run_fresh("report", *arguments, **options)
     assert done.stderr == ""
     return done.stdout
@@ -36,7 +36,7 @@ def report(*arguments: object, **options: Any) -> str:
 
 @pytest.fixture
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which torch and DeepSpeed answer at once, that they are broken."""
+    """Return an environment with broken installations of torch and DeepSpeed, which fail at once."""
     return libraries.broken(tmp_path_factory.mktemp("libraries"))
 
 

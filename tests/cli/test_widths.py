@@ -1,4 +1,4 @@
-"""What commands print, on terminals of several widths and in a pipe: no line too long, no word broken, nothing cut."""
+"""The output of commands on terminals of several widths and in a pipe: no long lines, no broken or missing words."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def place(
     profile = Profile(system, Settings(engine="io_uring"), "write", found=found)
     folder = tmp_path_factory.mktemp("home")
     storing.store(folder / "profiles", system, {profile.use: profile})
-    warm.python()  # which starts without what follows
+    warm.python()  # start the server before the variables below are set
     variables = {"TENSORFERRY_PROFILES": str(folder / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
-    if "convert" not in request.node.name:  # a report waits for torch, in a process of its own
+    if "convert" not in request.node.name:  # a report waits for torch in a separate process
         variables |= libraries.broken(folder)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     for name, value in variables.items():
@@ -87,8 +87,8 @@ def test_a_terminal_shows_whole_words_within_its_width(
     after = words(piped(command, place))
     assert max(map(len, lines)) <= width
     found = words(" ".join(lines))
-    # Only what is too long for its place may be folded: paths, with what stands around them. What a report says of the
-    # machine may change meanwhile.
+    # Only paths that are too long for their column may be folded, with the characters around them. The facts of a
+    # report about the machine may change between the two runs.
     folded = {word for word in before | after if "/" in word and len(word) > width // 5}
     assert all(any(word in path for path in folded) for word in found - before - after)
     assert (before & after) - found <= folded, "nothing is cut off"

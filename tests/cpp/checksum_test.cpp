@@ -43,7 +43,7 @@ uint32_t crc_of_zeros(uint64_t nbytes) {
   return crc;
 }
 
-// Stands before all others, whose first call would choose the way for these threads.
+// This test is the first one, because the first call of a process chooses the implementation for all threads.
 TEST_CASE("the first CRC-32 of a process may be taken by many threads") {
   const auto bytes = random_bytes(100'000, 5);
   std::vector<uint32_t> found(8);
@@ -62,7 +62,7 @@ TEST_CASE("known CRC-32s come out") {
   CHECK(crc_of(std::string(32, '\xff')) == 0xFF6CAB0B);
 }
 
-TEST_CASE("a CRC-32 of nothing is what it continues from") {
+TEST_CASE("a CRC-32 of no bytes equals the value that it continues from") {
   CHECK(crc32(0x12345678, nullptr, 0) == 0x12345678);
   CHECK(crc32(0x12345678, "", 0) == 0x12345678);
   CHECK(crc32_combine(0x12345678, 0, 0) == 0x12345678);

@@ -18,7 +18,7 @@ TEST_CASE("each code's values are the table's times the scale of its block") {
       for (size_t columns = 1; columns <= 9; ++columns) {
         for (size_t place = 0; place < 12; ++place) {
           const size_t top = place % 3, left = place / 3, in_row = (left + columns + 3) / 4;
-          // In memory of just this size, so that a sanitizer sees each byte beyond it.
+          // The memory has exactly this size, which lets a sanitizer detect each access beyond it.
           std::vector<float> scales((top + rows + 2) / 3 * in_row), values(rows * columns * per_code);
           std::iota(scales.begin(), scales.end(), 2.0F);
           std::vector<uint8_t> codes(rows * columns);

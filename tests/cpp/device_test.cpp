@@ -1,4 +1,4 @@
-// Memory of GPUs on its way to and from files, against the stand-in driver: order, limits, faults at every call.
+// Transfers of GPU memory with the stand-in driver: order, limits, faults at every call.
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <stdlib.h>
@@ -165,7 +165,7 @@ TEST_CASE("a transfer begins when what was queued before it has passed, and hold
         finish(waiting);
       }
     }
-    CHECK(standin_count("blocking_streams_made") == 0);  // else copies would wait for kernels of the default stream
+    CHECK(standin_count("blocking_streams_made") == 0);  // their copies would wait for kernels of the default stream
     REQUIRE(scheduler->wait_for_progress(milliseconds(10'000)));
     CHECK(close(*scheduler));
     auto reader = make("threads");
@@ -174,7 +174,7 @@ TEST_CASE("a transfer begins when what was queued before it has passed, and hold
   }
 }
 
-TEST_CASE("every call of the driver that fails makes a fault that says so, and the next transfer is well") {
+TEST_CASE("every failing call of the driver makes a fault that names it, and the next transfer succeeds") {
   TemporaryDirectory directory;
   for (const auto& engine : all_engines()) {
     auto scheduler = make(engine);
@@ -215,12 +215,12 @@ TEST_CASE("every call of the driver that fails makes a fault that says so, and t
   }
 }
 
-TEST_CASE("page-locked memory is one bounded pool, made when it is first needed; without it there is a fault") {
+TEST_CASE("page-locked memory is one bounded pool, made on first use; a transfer without it is a fault") {
   TemporaryDirectory directory;
   auto scheduler = make("threads", 4, 64, 4 << 20);
   const std::string path = directory.file("file");
   GpuMemory memory(pattern(40'000'000, 4));
-  BouncePool::set_process_pool_nbytes(BouncePool::min_nbytes);  // the old pool is given back
+  BouncePool::set_process_pool_nbytes(BouncePool::min_nbytes);  // frees the old pool
   standin_fail("cuMemHostRegister_v2", 0, 1, 2, false);
   auto refused = try_start(*scheduler, open_file(path, true), {memory, 0, memory.nbytes()}, 0, true);
   REQUIRE_FALSE(refused);
@@ -272,7 +272,7 @@ TEST_CASE("several threads move memory of two GPUs while copies take their time;
   CHECK(standin_count("cufile_files") == 0);
 }
 
-TEST_CASE("closing waits for copies and for what comes before them") {
+TEST_CASE("closing waits for copies and for the work queued before them") {
   TemporaryDirectory directory;
   for (const auto& engine : all_engines()) {
     auto scheduler = make(engine);
@@ -292,7 +292,7 @@ TEST_CASE("closing waits for copies and for what comes before them") {
   }
 }
 
-TEST_CASE("cuFile gets aligned bodies of files that it takes, and others go through page-locked memory") {
+TEST_CASE("cuFile moves aligned bodies of files that it accepts; all other bytes use page-locked memory") {
   TemporaryDirectory directory;
   REQUIRE(cufile::open({}, 0).refusal.empty());
   auto scheduler = make("cufile");

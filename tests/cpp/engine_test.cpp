@@ -1,4 +1,4 @@
-// Engines alone: what comes back where the kernel refuses their system calls, and reads of what is cached.
+// Tests of engines alone: their results when the kernel refuses system calls, and reads of cached bytes.
 #include "engine/engine.h"
 
 #include <doctest/doctest.h>
@@ -56,7 +56,7 @@ struct Blocks {
 const std::vector<std::pair<std::string, long>> submissions{{"io_uring", SYS_io_uring_enter},
                                                             {"libaio", SYS_io_submit}};
 
-TEST_CASE("blocks that the kernel refuses to take come back with its error, round after round") {
+TEST_CASE("blocks that the kernel refuses are returned with its error, in every round") {
   TemporaryDirectory directory;
   auto file = open_file(directory.file("file"), true);
   for (const auto& [name, call] : submissions)
@@ -81,7 +81,7 @@ TEST_CASE("blocks that the kernel refuses to take come back with its error, roun
     }
 }
 
-TEST_CASE("a refusal that passes is outlasted, and loses nothing") {
+TEST_CASE("a temporary refusal is retried, and no block is lost") {
   // Only a submission of three is refused: that of the first three, until a fourth joins them.
   auto engine = make_engine("io_uring");
   if (!engine) return;
@@ -106,7 +106,7 @@ TEST_CASE("a refusal that passes is outlasted, and loses nothing") {
   }).join();
 }
 
-TEST_CASE("what the kernel has taken is waited for, though it takes nothing more") {
+TEST_CASE("submitted blocks are waited for, although the kernel accepts no more") {
   auto engine = make_engine("io_uring");
   if (!engine) return;
   TemporaryDirectory directory;
@@ -200,7 +200,7 @@ TEST_CASE("only libaio does I/O through the page cache while it is submitted") {
   }
 }
 
-TEST_CASE("what is cached is read without waiting, up to where it is not") {
+TEST_CASE("cached bytes are read without waiting, up to the first uncached one") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   const auto source = pattern(1 << 20, 3);
@@ -227,7 +227,7 @@ TEST_CASE("what is cached is read without waiting, up to where it is not") {
   CHECK(read_cached(block) == -EBADF);
 }
 
-TEST_CASE("where the kernel cannot promise not to wait, nothing counts as cached") {
+TEST_CASE("if the kernel cannot promise not to wait, no bytes count as cached") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   REQUIRE_FALSE(open_file(path, true)->truncate(4096));

@@ -35,7 +35,7 @@ Result<std::shared_ptr<File>> open_with(const std::string& path, OpenOptions opt
 
 const OpenOptions writing{.write = true, .create = true};
 
-// An empty file whose name is durable, as far as Files know.
+// Makes an empty file; File considers its name durable.
 void lay(const std::string& path, mode_t mode = 0666) {
   auto file = open_with(path, writing);
   REQUIRE(file);
@@ -43,7 +43,7 @@ void lay(const std::string& path, mode_t mode = 0666) {
   REQUIRE(::chmod(path.c_str(), mode) == 0);
 }
 
-TEST_CASE("closing a file for writing reports what close(2) says, once, and lets go of every descriptor") {
+TEST_CASE("closing a file for writing reports the error of close(2) once, and closes every descriptor") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   for (int error_number : {ENOSPC, EDQUOT, EIO}) {
@@ -81,7 +81,7 @@ TEST_CASE("the descriptor through the page cache is checked at close as well") {
   ::close(*buffered);
 }
 
-TEST_CASE("an interrupted close, and any close of a file for reading, is no fault") {
+TEST_CASE("an interrupted close, and any close of a file for reading, is not an error") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   auto written = open_file(path, true);
@@ -94,7 +94,7 @@ TEST_CASE("an interrupted close, and any close of a file for reading, is no faul
   ::close(descriptor);
 }
 
-TEST_CASE("a closed file refuses everything, and closing it again does nothing") {
+TEST_CASE("a closed file refuses every call, and closing it again has no effect") {
   TemporaryDirectory directory;
   auto file = open_file(directory.file("file"), true);
   CHECK_FALSE(file->close());
@@ -226,7 +226,7 @@ TEST_CASE("errors of opening are those of open(2) with O_CREAT") {
   ::rmdir(folder.c_str());
 }
 
-TEST_CASE("what fs.protected_regular forbids to open with O_CREAT stays forbidden") {
+TEST_CASE("files that fs.protected_regular forbids to open with O_CREAT stay forbidden") {
   if (::geteuid() != 0) {
     MESSAGE("needs root, to act as two users");
     return;
@@ -248,7 +248,7 @@ TEST_CASE("what fs.protected_regular forbids to open with O_CREAT stays forbidde
   });
 }
 
-TEST_CASE("many threads that make one name: all of them know it is new") {
+TEST_CASE("many threads that make one name all consider it new") {
   TemporaryDirectory directory;
   for (int round = 0; round < 50; ++round) {
     const std::string path = directory.file("file" + std::to_string(round));
@@ -325,7 +325,7 @@ TEST_CASE("a directory that may not be read is synced by its file system, and th
   REQUIRE(::chmod(parent.c_str(), 0755) == 0);
 }
 
-TEST_CASE("a forked child takes every name for new, and hangs on no lock of its parent") {
+TEST_CASE("a forked child considers every name new, and does not hang on a lock of its parent") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   auto file = open_file(path, true);

@@ -1,4 +1,4 @@
-// What the first reads of a mount decide, and when.
+// Tests of the decision that the first reads of a mount make: its result and its time.
 #include "file/first_reads.h"
 
 #include <doctest/doctest.h>
@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 
 constexpr uint64_t block_nbytes = uint64_t{1} << 20;
 
-// Reads so many blocks as it is told to; returns how many of them go through the cache.
+// Reads so many blocks; returns how many of them use the page cache.
 int read_blocks(FirstReads& reads, int count, milliseconds direct, milliseconds cached,
                 uint64_t nbytes = block_nbytes) {
   int through_cache = 0;
@@ -29,7 +29,7 @@ TEST_CASE("of the first large blocks some go through the page cache, and none la
     FirstReads reads;
     CHECK(read_blocks(reads, 16, milliseconds(10), milliseconds(cached_ms)) == 8);
     CHECK(read_blocks(reads, 100, milliseconds(10), milliseconds(cached_ms)) == share);
-    // For good, whatever they take.
+    // The decision is permanent, independent of later times.
     CHECK(read_blocks(reads, 100, milliseconds(1), milliseconds(1)) == share);
   }
 }
@@ -42,7 +42,7 @@ TEST_CASE("short blocks are not compared, and go where long ones have shown to b
   CHECK(read_blocks(reads, 100, milliseconds(10), milliseconds(1), nbytes) == 100);
 }
 
-TEST_CASE("blocks that never end through the page cache decide nothing, and no more go there") {
+TEST_CASE("blocks that never end through the page cache make no decision, and no more blocks use it") {
   FirstReads reads;
   int through_cache = 0;
   for (int block = 0; block < 100; ++block) {
@@ -65,7 +65,7 @@ TEST_CASE("the latency is that of the fastest direct read of any length") {
   CHECK(reads.latency() == milliseconds(10));
 }
 
-TEST_CASE("all files of a mount share what its first reads show, and a forked child begins anew") {
+TEST_CASE("all files of a mount share the result of its first reads, and a forked child decides again") {
   const auto reads = FirstReads::of(1);
   CHECK(FirstReads::of(1) == reads);
   CHECK(FirstReads::of(2) != reads);

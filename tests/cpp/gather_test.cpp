@@ -92,7 +92,7 @@ TEST_CASE("neighbours that stay neighbours are one piece") {
   CHECK(memory_of_rows(ordered.rows, {10, 10}, memory.data(), false).pieces.size() == 3);
 }
 
-TEST_CASE("only pages that hold something wanted are read, each once") {
+TEST_CASE("only pages with wanted bytes are read, each once") {
   std::mt19937 random(18);
   for (int round = 0; round < 300; ++round) {
     const uint64_t row_nbytes = 1 + random() % 6000, row_count = 400;
@@ -127,7 +127,7 @@ TEST_CASE("only pages that hold something wanted are read, each once") {
   }
 }
 
-TEST_CASE("a row that is alone in its pages goes straight to its place") {
+TEST_CASE("a row that is alone in its pages is read directly to its destination") {
   constexpr uint64_t page = 4096;
   auto* const memory = reinterpret_cast<char*>(uint64_t{1} << 40);
   PlanInput input;

@@ -4,7 +4,7 @@
 
 using namespace tensorferry;
 
-TEST_CASE("a call that is interrupted is made again, a bounded number of times, but by who looks for signals") {
+TEST_CASE("an interrupted call is retried a bounded number of times, except by callers that check for signals") {
   int calls = 0;
   const auto interrupted = [&](int times) {
     calls = 0;

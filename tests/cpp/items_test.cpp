@@ -1,4 +1,4 @@
-// What becomes of a call's items: which are moved as one, and which are refused.
+// Tests of a call's items: which are moved together, and which are refused.
 #include "transfer/items.h"
 
 #include <errno.h>
@@ -82,11 +82,11 @@ TEST_CASE("small neighbours are joined, reads over gaps of 16 KiB, and writes on
   }
 }
 
-TEST_CASE("what is large, overlaps, goes back, has no bytes, or is of another file is moved by itself") {
+TEST_CASE("an item that is large, overlaps, goes backwards, is empty, or is of another file is moved alone") {
   Call call(false);
   call.add(0, 100);
   call.add(50, 100);                         // overlaps
-  call.add(0, 100);                          // goes back
+  call.add(0, 100);                          // backwards
   call.add(100, 0);                          // has no bytes
   call.add(100, Plan::min_straight_nbytes);  // is large
   call.add(200, 100);
@@ -98,7 +98,7 @@ TEST_CASE("what is large, overlaps, goes back, has no bytes, or is of another fi
   CHECK(call.groups() == Groups(9, 1));
 }
 
-TEST_CASE("joined items know their positions, and gaps between them have none") {
+TEST_CASE("joined items have their positions, and gaps between them have none") {
   Call call(false);
   call.add(8192, 100);
   call.add(8192 + 200, 100);
@@ -125,9 +125,9 @@ TEST_CASE("of joined items that do not fit a file only those are refused that do
   CHECK(found.refused.front().second.end_of_file);
 }
 
-TEST_CASE("what is no single item's fault refuses all, and none for ever: they may be prepared again") {
+TEST_CASE("an error that no single item causes refuses all items, which may be prepared again") {
   Call call(true);
-  call.add(1, 100);  // an edge, which takes a second descriptor
+  call.add(1, 100);  // an edge, which needs a second descriptor
   call.add(0, 100, true);
   if (!call.items_[0].file->direct()) return;
   struct rlimit before;

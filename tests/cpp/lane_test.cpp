@@ -1,4 +1,4 @@
-// Lanes: what one device holds up, and what comes and goes with devices.
+// Tests of lanes: the calls that one device delays, and lanes of devices that appear and vanish.
 #include "transfer/lane.h"
 
 #include <atomic>
@@ -27,7 +27,7 @@ std::shared_ptr<Scheduler> with_lanes(const std::string& engine, size_t max_lane
 
 constexpr milliseconds for_ever{3'600'000};
 
-// Jobs of a lane that come to their ends only when they are let go.
+// Jobs of a lane that end only when they are released.
 class HungJobs {
  public:
   explicit HungJobs(const std::shared_ptr<Lane>& lane) {
@@ -47,7 +47,7 @@ class HungJobs {
 
 }  // namespace
 
-TEST_CASE("a lane all of whose helpers hang holds up no other device's reads, writes, syncs, closes and streams") {
+TEST_CASE("a lane with only hung helpers does not delay other devices' reads, writes, syncs, closes and streams") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = with_lanes(engine, 16, for_ever);
@@ -112,7 +112,7 @@ TEST_CASE("a small read passes large blocks that wait for bounce memory") {
   }
 }
 
-TEST_CASE("devices have lanes of their own until there may be no more; then they share those that are used least") {
+TEST_CASE("each device has a separate lane up to the limit; then devices share the lanes that are used least") {
   auto scheduler = with_lanes("threads", 3, for_ever);
   std::vector<std::shared_ptr<Lane>> lanes;
   for (uint64_t device = 1; device <= 3; ++device) lanes.push_back(scheduler->lane_of(device));
@@ -124,12 +124,12 @@ TEST_CASE("devices have lanes of their own until there may be no more; then they
   CHECK(shared != lanes[0]);
   CHECK(shared->device() != 4);
   lanes.clear();
-  CHECK(scheduler->lane_of(5)->device() == 5);  // one that nobody used made room
+  CHECK(scheduler->lane_of(5)->device() == 5);  // it replaces an unused lane
   CHECK(scheduler->lane_count() == 3);
   CHECK(close(*scheduler));
 }
 
-TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
+TEST_CASE("unused lanes are given back, except one; those in use stay") {
   auto scheduler = with_lanes("threads", 16, milliseconds(1));
   const auto used = scheduler->lane_of(1);
   for (uint64_t device = 2; device <= 9; ++device) {
@@ -142,7 +142,7 @@ TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
   CHECK(close(*scheduler));
 }
 
-TEST_CASE("devices appear and vanish at random while files are written, read, synced and closed, and nothing is lost") {
+TEST_CASE("devices appear and vanish at random while files are written, read, synced and closed, without losses") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = with_lanes(engine, 4, milliseconds(1));

@@ -1,4 +1,4 @@
-// Whose block is next, told by who gets the blocks when one line is taken from.
+// Tests of the order of blocks: which transfer's block is next when blocks are taken from a line.
 #include "transfer/line.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t block_nbytes = uint64_t{256} << 10;
 constexpr uint64_t mebibyte = uint64_t{1} << 20;
 
-// A line of requests with one transfer each, of which nothing is ever moved; they are called by letters.
+// A line of requests with one transfer each, named by letters; their bytes are never moved.
 class Requests {
  public:
   void add(char name, uint64_t nbytes, bool background = false) {
@@ -25,8 +25,8 @@ class Requests {
     line_.add(*transfer);
   }
 
-  // Takes so many blocks of classes before `limit`, and returns whose they were. Those of capital letters are four
-  // times as long.
+  // Takes so many blocks of classes before `limit`, and returns the names of their transfers. The blocks of
+  // transfers with capital letters are four times as long.
   std::string take(size_t count, Line::Class limit = Line::class_count) {
     std::string names;
     while (names.size() < count && line_.has_before(limit)) {
@@ -40,7 +40,7 @@ class Requests {
     return names;
   }
 
-  ~Requests() { (void)close(*scheduler_); }  // nothing was handed over
+  ~Requests() { (void)close(*scheduler_); }  // no block was handed to a worker
 
  private:
   char never_moved_ = 0;
@@ -71,7 +71,7 @@ TEST_CASE("small requests come first, and the others in every seventeenth block"
   CHECK(line.take(100) == std::string(8, 's') + "nnnn" + std::string(8, 'g'));
 }
 
-TEST_CASE("what is in the background has a seventeenth of the bytes, though its blocks are longer") {
+TEST_CASE("background requests get a seventeenth of the bytes, although their blocks are longer") {
   Requests line;
   line.add('G', 4 * mebibyte, true);
   line.add('n', 20 * mebibyte);
@@ -79,7 +79,7 @@ TEST_CASE("what is in the background has a seventeenth of the bytes, though its 
   CHECK(line.take(100) == sixteen + "G" + std::string(64, 'n') + "GGG");
 }
 
-TEST_CASE("behind a class that has to wait only better ones are taken") {
+TEST_CASE("while a class has to wait, only blocks of better classes are taken") {
   Requests line;
   line.add('g', mebibyte, true);
   line.add('n', 2 * mebibyte);

@@ -1,4 +1,4 @@
-// Mappings: files and memory of no file in one piece of addresses, and pages that are given back before the rest.
+// Tests of mappings: files and anonymous memory in one range of addresses, and pages that are freed before the rest.
 #include "file/mapping.h"
 
 #include <doctest/doctest.h>
@@ -37,7 +37,7 @@ size_t addresses_nbytes() {
   return pages * page_nbytes();
 }
 
-TEST_CASE("pieces of files and of no file lie one after the other, and changes stay in memory") {
+TEST_CASE("pieces of files and of anonymous memory are adjacent, and changes stay in memory") {
   TemporaryDirectory directory;
   const size_t page = page_nbytes();
   const std::string bytes = bytes_of(5 * mib + 77);
@@ -123,7 +123,7 @@ TEST_CASE("forgetting across pieces gives back both, and the end of the last one
   CHECK(std::string(data + 3 * page, 10) == std::string(10, 'x'));
 }
 
-TEST_CASE("what cannot be mapped is a fault with the piece, and leaves no addresses behind") {
+TEST_CASE("a piece that cannot be mapped is a fault that names it, and leaves no mapping") {
   TemporaryDirectory directory;
   constexpr size_t large = size_t{4} << 30;
   const std::string path = directory.file("file");
@@ -141,7 +141,7 @@ TEST_CASE("what cannot be mapped is a fault with the piece, and leaves no addres
   };
   expect({{file, 0, large}, {closed, 0, page_nbytes()}}, EBADF, path);
   expect({{file, 0, large}, {file, 1, page_nbytes()}}, EINVAL, path);       // begins within a page
-  expect({{file, 0, large}, {file, 0, 0}}, EINVAL, path);                   // has nothing
+  expect({{file, 0, large}, {file, 0, 0}}, EINVAL, path);                   // is empty
   expect({{file, 0, large + 1}, {nullptr, 0, page_nbytes()}}, EINVAL, "");  // ends within a page
   expect({{nullptr, 0, SIZE_MAX - 5}, {file, 0, page_nbytes()}}, ENOMEM, path);
   expect({{nullptr, 0, SIZE_MAX / 2 + 2}}, ENOMEM, "");
@@ -154,7 +154,7 @@ TEST_CASE("without huge pages it is ordinary ones") {
     const auto made = Mapping::create({{nullptr, 0, 3 * mib}});
     REQUIRE(made);
     memset((*made)->data(), 'x', 3 * mib);
-    (*made)->forget(0, mib);  // refused as well: the memory stays until the mapping goes
+    (*made)->forget(0, mib);  // refused as well: the memory stays until the mapping is freed
     CHECK(std::string((*made)->data(), mib) == std::string(mib, 'x'));
   }).join();
 }

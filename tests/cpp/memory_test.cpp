@@ -36,7 +36,7 @@ TEST_CASE("memory that no system has is refused, not promised") {
   CHECK_FALSE(Allocation::create(SIZE_MAX, Locking::none));
 }
 
-TEST_CASE("lent memory is given back once") {
+TEST_CASE("lent memory is returned once") {
   auto allocation = Allocation::create(4096, Locking::wanted);
   REQUIRE(allocation);
   CHECK(allocation->lent());
@@ -77,7 +77,7 @@ TEST_CASE("buffers never overlap, run out, and come back") {
   CHECK(pool->try_acquire(BouncePool::min_nbytes, nullptr));
 }
 
-TEST_CASE("a waiter that is gone is not called") {
+TEST_CASE("a removed waiter is not called") {
   auto pool = std::make_shared<BouncePool>(BouncePool::min_nbytes);
   auto all = pool->try_acquire(BouncePool::min_nbytes, nullptr);
   auto waiter = std::make_shared<CountingWaiter>();
@@ -101,7 +101,7 @@ TEST_CASE("runs that come back in any order are one run again") {
   }
 }
 
-TEST_CASE("each device has a pool, made when it is needed and gone with its users; beyond a bound they share") {
+TEST_CASE("each device has a pool, made on demand and freed with its users; beyond a limit devices share pools") {
   std::vector<std::shared_ptr<BouncePool>> pools;
   for (uint64_t device = 100; device < 100 + BouncePool::max_pools; ++device) pools.push_back(BouncePool::of(device));
   CHECK(std::set(pools.begin(), pools.end()).size() == BouncePool::max_pools);

@@ -25,12 +25,12 @@ Segments segments_of(const std::vector<Piece>& pieces) {
   return segments;
 }
 
-// REQUIRE, for millions of calls: doctest's takes a microsecond, under ThreadSanitizer ten.
+// A REQUIRE for millions of calls: doctest's needs a microsecond, or ten under ThreadSanitizer.
 void must(bool holds, std::source_location place = std::source_location::current()) {
   if (!holds) FAIL("line ", place.line());
 }
 
-// Walks a plan and checks what must hold for each of its blocks. Returns how many there are.
+// Checks the invariants of each block of a plan. Returns the number of blocks.
 uint64_t check(const PlanInput& input, const Segments& segments, bool on_gpu = false) {
   const Plan plan(input, segments);
   const uint64_t nbytes = segments.nbytes();
@@ -46,7 +46,7 @@ uint64_t check(const PlanInput& input, const Segments& segments, bool on_gpu = f
     must(block.begin == position);
     must(block.nbytes > 0);
     must(block.begin + block.nbytes <= nbytes);
-    // What the kernel moves covers what the block carries.
+    // The kernel moves at least the bytes that the block carries.
     must(block.io_offset <= input.offset + block.begin);
     must(block.io_offset + block.io_nbytes >= input.offset + block.begin + block.nbytes);
     if (block.direct) {
@@ -57,7 +57,7 @@ uint64_t check(const PlanInput& input, const Segments& segments, bool on_gpu = f
       must(plan.uses_buffered());
     }
     if (!block.direct || !block.bounced || input.write) {
-      // Nothing outside the request may be written, nor read into the caller's memory.
+      // No byte outside the request may be written, or read into the caller's memory.
       must(block.io_offset == input.offset + block.begin);
       must(block.io_nbytes == block.nbytes);
     }
@@ -163,7 +163,7 @@ TEST_CASE("short segments share a buffer, and long ones that are aligned have no
   }
 }
 
-TEST_CASE("a read passes over long gaps, and over none whose checksum is wanted") {
+TEST_CASE("a read skips long gaps, except those with a wanted checksum") {
   const Segments segments = segments_of({{0, 5 << 20}, {base, 1000}, {0, 1000}, {base, 1000}, {0, 5 << 20}});
   PlanInput input;
   input.direct = true;
@@ -210,7 +210,7 @@ TEST_CASE("a ragged write keeps whole pages for its edges") {
   CHECK(plan.block_at(4096 - 7).bounced);
 }
 
-TEST_CASE("sizes beyond 4 GiB and offsets near the end of what a file can hold") {
+TEST_CASE("sizes beyond 4 GiB and offsets near the maximum size of files") {
   PlanInput input;
   input.direct = true;
   input.memory_alignment = input.offset_alignment = 512;

@@ -22,7 +22,7 @@
 namespace tensorferry {
 namespace {
 
-TEST_CASE("what is written is read, on every engine, by any number of workers") {
+TEST_CASE("written bytes are read again, on every engine, by any number of workers") {
   TemporaryDirectory directory;
   for (const auto& engine : engines)
     for (uint32_t workers : {1u, 3u}) {
@@ -46,7 +46,7 @@ TEST_CASE("what is written is read, on every engine, by any number of workers") 
     }
 }
 
-TEST_CASE("who drops a file after its transfer has ended has closed it") {
+TEST_CASE("dropping a file after the end of its transfer closes it") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");
   std::vector<char> bytes(4096);
@@ -107,7 +107,7 @@ TEST_CASE("neighbours of a ragged write keep their bytes while both are written"
   }
 }
 
-TEST_CASE("overlapping writes are done in order, on different schedulers too, and lose nothing beside the overlap") {
+TEST_CASE("overlapping writes run in order, also on different schedulers, and lose nothing outside the overlap") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto first = make(engine, 2);
@@ -169,7 +169,7 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
   }
 }
 
-TEST_CASE("the pieces of a file that goes with its request are written before it is closed") {
+TEST_CASE("the pieces of a file that is dropped with its request are written before it is closed") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = make(engine, 2, 16, 16 << 10);
@@ -241,7 +241,7 @@ TEST_CASE("several threads submit while others wait") {
   }
 }
 
-TEST_CASE("a cancelled request ends, and its queue goes on") {
+TEST_CASE("a cancelled request ends, and its queue continues") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = make(engine, 1, 1, 4096);
@@ -261,7 +261,7 @@ TEST_CASE("a cancelled request ends, and its queue goes on") {
   }
 }
 
-// Ordinary pages that nobody has touched.
+// Ordinary pages that have not been touched.
 struct FreshMemory {
   explicit FreshMemory(size_t size) : nbytes(size) {
     void* mapped = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -286,8 +286,8 @@ TEST_CASE("memory without pages gets them before its block is an engine's, once,
     auto source = pattern(16 * block_nbytes, 5);
     const std::string path = directory.file(engine);
     auto file = open_file(path, true);
-    if (!file->direct()) {  // what the page cache holds is copied from it at once
-      MESSAGE("skipping: there is no direct I/O here");
+    if (!file->direct()) {  // cached bytes would be copied from the page cache at once
+      MESSAGE("skipping: direct I/O is not available here");
       return;
     }
     auto written = start(*scheduler, {file, {source.data(), source.size()}, 0, true});
@@ -403,7 +403,7 @@ TEST_CASE("a bounce pool smaller than the queue still moves everything") {
   BouncePool::set_process_pool_nbytes(BouncePool::default_nbytes);
 }
 
-TEST_CASE("percentiles lie within an eighth of the truth") {
+TEST_CASE("percentiles are within an eighth of the exact values") {
   LatencyHistogram histogram;
   CHECK(histogram.percentile(0.5) == 0);
   for (uint64_t value = 1; value <= 100'000; ++value) histogram.add(value);

@@ -1,4 +1,4 @@
-// What tests of schedulers share: files, schedulers, requests, bytes.
+// Helpers for tests of schedulers: files, schedulers, requests, bytes.
 #pragma once
 
 #include <doctest/doctest.h>

@@ -1,4 +1,4 @@
-// Transfers of several segments: what is gathered is scattered again, checksummed on the way, on every engine.
+// Transfers of several segments: gathered writes and scattered reads, with checksums, on every engine.
 #include <algorithm>
 #include <thread>
 
@@ -10,7 +10,7 @@
 namespace tensorferry {
 namespace {
 
-// Segments of the bytes, which lie in memory in the order in which they follow each other in the file but apart.
+// Segments of the bytes, in memory in the order of the file, but with gaps between them.
 struct Scattered {
   std::vector<std::vector<char>> parts;
 
@@ -81,11 +81,11 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
             CHECK((*sums->of_segments())[index] == crc32(0, source.parts[index].data(), source.parts[index].size()));
           }
 
-          for (const auto& [verify, straight] : {std::pair(false, false), {true, false}, {true, true}}) {
+          for (const auto& [verify, in_place] : {std::pair(false, false), {true, false}, {true, true}}) {
             auto target = scatter(std::vector<char>(bytes.size()), seed + 1000);
             TransferSpec reading{open_file(path, false, direct), target.segments(), offset};
             reading.checksums = std::make_shared<Checksums>(
-                chunk_nbytes, true, verify ? *sums->of_chunks() : std::vector<uint32_t>(), straight);
+                chunk_nbytes, true, verify ? *sums->of_chunks() : std::vector<uint32_t>(), in_place);
             const auto found = reading.checksums;
             auto read = start(*scheduler, std::move(reading));
             REQUIRE(read->wait_for(milliseconds(60'000)));
@@ -97,7 +97,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
         }
 }
 
-TEST_CASE("nothing of a damaged chunk is given to anybody") {
+TEST_CASE("no bytes of a damaged chunk reach the caller's memory") {
   TemporaryDirectory directory;
   constexpr uint64_t chunk_nbytes = 8192;
   const auto bytes = pattern(100'000, 1);
@@ -123,7 +123,7 @@ TEST_CASE("nothing of a damaged chunk is given to anybody") {
     }
 }
 
-TEST_CASE("what may go straight to memory does, and is compared there, also chunks that lie in several blocks") {
+TEST_CASE("chunks that may be read directly into memory are, and are verified there, also across several blocks") {
   TemporaryDirectory directory;
   constexpr size_t nbytes = 2 << 20;
   const auto bytes = pattern(nbytes, 8);

@@ -1,4 +1,4 @@
-// Files that a source reads: blocks, checksums, faults and what is resumed; without Python.
+// Files that a source reads: blocks, checksums, faults and resumed reads; without Python.
 #include "file/source.h"
 
 #include <doctest/doctest.h>
@@ -75,7 +75,7 @@ TEST_CASE("a source has a size, and neither a descriptor nor cached pages") {
   CHECK(reading.source->calls == 0);
 }
 
-TEST_CASE("what a source says of a failure is the fault's") {
+TEST_CASE("the fault has the source's description of a failure") {
   Reading reading;
   reading.source->broken = 1'000'000;
   std::vector<char> found(all);
@@ -101,7 +101,7 @@ TEST_CASE("an engine without threads refuses it") {
   }
 }
 
-TEST_CASE("nothing that differs from its checksum is delivered") {
+TEST_CASE("bytes that differ from their checksum are not delivered") {
   Reading reading;
   constexpr uint64_t chunk = 65'536;
   std::vector<uint32_t> expected;

@@ -54,7 +54,7 @@ std::vector<char> joined(const std::vector<std::vector<char>>& pieces) {
 
 }  // namespace
 
-TEST_CASE("what is appended is what the file has, with its checksums") {
+TEST_CASE("the file has the appended bytes, with their checksums") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = make(engine, 2);
@@ -173,7 +173,7 @@ TEST_CASE("fields that do not fit are refused") {
   writer.end();
 }
 
-TEST_CASE("a write that fails is the stream's fault, and nobody waits any more") {
+TEST_CASE("a write that fails makes the stream fail, and ends all waits") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
     auto scheduler = make(engine);
@@ -242,7 +242,7 @@ TEST_CASE("a stream whose job waits for a thread is given up at once, and one wh
     CAPTURE(engine);
     auto file = open_file(directory.file("stream"), true);
     auto writer = begin(*scheduler, file);
-    // As many helpers as there are hang, as in a close(2).
+    // All helpers hang, as in a close(2).
     std::mutex hung;
     hung.lock();
     std::atomic<int> over = 0;

@@ -1,7 +1,8 @@
-// Submit, cancel, close, drop and wait at random moments from 8 threads, on schedulers that all of them share: what is
-// reported as done is done, what is refused was not begun, and nothing is touched after its end (ASan, TSan).
+// Submit, cancel, close, drop and wait at random moments from 8 threads, on schedulers that all of them share.
+// Transfers that report success are complete, refused ones have not begun, and no memory is used after their end (ASan,
+// TSan).
 //
-// TENSORFERRY_STRESS_SECONDS sets how long; TENSORFERRY_TEST_SEED what each thread does.
+// TENSORFERRY_STRESS_SECONDS sets the duration; TENSORFERRY_TEST_SEED determines the operations of each thread.
 #include <doctest/doctest.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -59,7 +60,7 @@ std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const Re
   spec.lane = scheduler.lane_of(spec.file->device());
   const std::vector<Scheduler::Places> place{{spec.lane, 1}};
   const auto admission = scheduler.admit(place, patience);
-  if (admission == Scheduler::Admission::full) failed("there was no room for a transfer");
+  if (admission == Scheduler::Admission::full) failed("a transfer was not admitted in time");
   if (admission != Scheduler::Admission::admitted) return nullptr;
   auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
   const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.memory.nbytes());
@@ -73,7 +74,7 @@ std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const Re
   return request;
 }
 
-// A scheduler that is used until somebody closes it; then there is another one.
+// A shared scheduler: when a thread closes it, a new one replaces it.
 class Shared {
  public:
   Shared(std::vector<std::string> engines_to_use, unsigned first) : engines_(std::move(engines_to_use)), next_(first) {
@@ -118,7 +119,7 @@ struct Counts {
   std::atomic<uint64_t> written{0}, read{0}, cancelled{0}, refused{0}, closed{0};
 };
 
-// One thread: a file that it alone writes, and what that must hold.
+// One thread, a file that only this thread writes, and the expected contents.
 class Actor {
  public:
   Actor(std::vector<std::unique_ptr<Shared>>& schedulers, std::string path, unsigned number, Counts& counts)
@@ -143,7 +144,7 @@ class Actor {
     }
   }
 
-  // Returns whether the file holds what it must.
+  // Returns whether the file has the expected contents.
   bool is_right() {
     std::vector<char> found(file_nbytes);
     auto file = open_file(path_, false, DirectMode::never);
@@ -165,7 +166,7 @@ class Actor {
     return {pattern(nbytes, static_cast<unsigned>(random_())), offset};
   }
 
-  // One that stays open for many transfers, or one of its own for this one.
+  // Returns a file that stays open for many transfers, or a separate file for this one.
   std::shared_ptr<File> file(bool own) {
     if (kept_ && !own && random_() % 8) return kept_;
     const auto direct = random_() % 4 ? DirectMode::automatic : DirectMode::never;
@@ -216,7 +217,7 @@ class Actor {
     }
     for (size_t at = 0; at < found.size(); ++at) {
       if (found[at] != old[at] && found[at] != bytes[at]) {
-        failed("a cancelled write wrote what nobody gave it");
+        failed("a cancelled write wrote bytes that are not its own");
         return;
       }
     }
@@ -245,7 +246,7 @@ class Actor {
   bool await(Request& request, const char* what) {
     if (request.wait_for(patience)) return true;
     failed(std::string(what) + " hung");
-    // Its memory may be written to for ever: nothing can go on from here.
+    // A transfer may still write to its memory at any time, so the process cannot continue.
     MESSAGE(std::string(what), " hung");
     ::abort();
   }
@@ -258,7 +259,7 @@ class Actor {
   std::shared_ptr<File> kept_;
 };
 
-TEST_CASE("nothing is lost where threads submit, cancel, close and drop at random moments") {
+TEST_CASE("no bytes are lost while threads submit, cancel, close and drop at random moments") {
   TemporaryDirectory directory;
   std::vector<std::string> usable;
   for (const auto& engine : engines) {

@@ -1,4 +1,4 @@
-// Who may write now, and whose turn comes next; nothing is written.
+// Tests of the order of writes: which one may write now, and which one is next. No bytes are written.
 #include "transfer/write_order.h"
 
 #include <doctest/doctest.h>
@@ -43,7 +43,7 @@ TEST_CASE("of two writes of a file the second begins at once just where they do 
   CHECK(turns.empty());
 }
 
-TEST_CASE("writes that wait go on in their order, as soon as what is before them has ended") {
+TEST_CASE("waiting writes continue in order, as soon as the writes before them have ended") {
   std::string turns;
   const auto write = [&](char name, uint64_t begin, uint64_t end, const FileIdentity& identity = file) {
     return std::make_shared<Named>(name, turns, identity, begin, end);
@@ -52,7 +52,7 @@ TEST_CASE("writes that wait go on in their order, as soon as what is before them
   const auto elsewhere = write('e', 0, 20, other_file);
   CHECK(WriteOrder::enter({a, b, c, d, elsewhere}) == std::vector{true, true, false, false, true});
   WriteOrder::leave(*a);
-  CHECK(turns.empty());  // c still has b before it, and d stands behind c
+  CHECK(turns.empty());  // c still waits for b, and d waits for c
   WriteOrder::leave(*b);
   CHECK(turns == "cd");
   for (const auto& ended : {c, d, elsewhere}) WriteOrder::leave(*ended);
@@ -68,7 +68,7 @@ TEST_CASE("a write and what cuts its file behind it begin together or not at all
   const auto beyond = std::make_shared<Named>('b', turns, file, 50, 60);
   REQUIRE(WriteOrder::try_to_enter({nothing, beyond}));
   CHECK_FALSE(WriteOrder::try_to_enter({write, cut}));
-  REQUIRE(WriteOrder::enter({write}).front());  // nothing of it was left in the order
+  REQUIRE(WriteOrder::enter({write}).front());  // the order has no remains of it
   CHECK_FALSE(WriteOrder::enter({cut}).front());
   WriteOrder::leave(*beyond);
   CHECK(turns == "c");

@@ -1,6 +1,6 @@
 """A rank of trainings that save and load: `python -m tests.deepspeed.checkpointing SCENARIO MEETING JSON`.
 
-Ranks meet by a file. Rank 0 prints a line of JSON with what the test looks at, of each rank.
+Ranks find each other by a file. Rank 0 prints a line of JSON with the findings of each rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tensorferry.transfer import replacement
 
 HIDDEN = int(
     os.environ.get("HIDDEN", "64")
-)  # from 512 on there are parameters that DeepSpeed swaps
+)  # from 512 on some parameters are large enough for DeepSpeed to swap
 
 
 class Training:
-    """An engine of DeepSpeed under ZeRO of a stage; or with what of stage 3 is on NVMe."""
+    """An engine of DeepSpeed with a stage of ZeRO; for stage 3 also with states on NVMe."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def scenario_train(
     exclude_frozen: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Take steps, and save before some of them; load before the first one, the tag "latest" is what the file says."""
+    """Run steps, and save before some of them; load before the first one. The tag "latest" is read from that file."""
     training = Training(stage, directory / "swaps", **options)
     engine = training.engine
     found: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def scenario_train(
 
 
 def scenario_until_killed(directory: Path, stage: int | str, **options: Any) -> None:
-    """Go on from the newest checkpoint, and save after each step, until somebody kills this process."""
+    """Continue from the newest checkpoint, and save after each step, until the test kills this process."""
     training = Training(stage, directory / "swaps", **options)
     number = 0
     if (directory / "latest").exists():
@@ -141,7 +141,7 @@ def scenario_until_killed(directory: Path, stage: int | str, **options: Any) -> 
 
 
 def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
-    """Load checkpoints that are not whole, by one engine; return what is said of each."""
+    """Load incomplete checkpoints by one engine; return the message for each."""
     training = Training(stage, directory / "swaps")
     engine = training.engine
     training.steps(0, 2)  # the first one has a rate of zero
@@ -194,7 +194,7 @@ def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
 
 
 def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int) -> dict[str, Any]:
-    """Save where one rank may write no file so large; then where it may again."""
+    """Save with a limit of file sizes on one rank, then without it."""
     training = Training(stage, directory, checkpoint={"writer": {"decoupled": decoupled}})
     engine = training.engine
 
@@ -213,7 +213,7 @@ def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int)
     found["second"] = save("second")
     found["latest"] = [(directory / "latest").read_text()]
     dist.barrier()
-    found["again"] = save("first")  # replaces what is there, or leaves it
+    found["again"] = save("first")  # replaces the existing checkpoint, or keeps it
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
     found["left"] = sorted(each.name for each in (directory / "second").iterdir())
@@ -226,7 +226,7 @@ def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int)
 
 
 def scenario_live(directory: Path, stage: int | str) -> dict[str, Any]:
-    """Load into an engine that has taken steps, and into a second one, what was saved before the first, and later."""
+    """Load an earlier and a later checkpoint into an engine after its steps, and into a new engine."""
     training, found = Training(stage, directory / "swaps"), {}
     training.engine.save_checkpoint(str(directory), tag="0")
     wanted = {"0": training.steps(0, 3)}
@@ -249,7 +249,7 @@ def scenario_live(directory: Path, stage: int | str) -> dict[str, Any]:
 
 
 def scenario_meanwhile(directory: Path) -> dict[str, Any]:
-    """What goes on while decoupled saves are written, by two engines."""
+    """Write decoupled saves of two engines, among them saves that fail; return what the test checks."""
     decoupled = {"writer": {"decoupled": True, "show_statistics": True}}
     both = [Training(2, directory, checkpoint=decoupled) for _ in range(2)]
     found: dict[str, Any] = {}
@@ -270,14 +270,14 @@ def scenario_meanwhile(directory: Path) -> dict[str, Any]:
             engine.save_checkpoint(str(directory / "a"), tag=f"failed {number}")
             engine.checkpoint_engine.cleanup()
         except OSError as error:
-            kept.append(error)  # whose traceback would keep the copies
+            kept.append(error)  # its traceback must not keep the copies alive
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     found["failed"] = len(kept)
     dist.barrier()
     engine.save_checkpoint(str(directory / "a"), tag="last")
     engine.checkpoint_engine.cleanup()
     found["last"] = (directory / "a" / "latest").read_text()
-    if dist.get_rank() == 0:  # who fails to make a folder does not leave the others waiting
+    if dist.get_rank() == 0:  # a rank that cannot make a folder does not keep the others waiting
         (directory / "file").touch()
     for call in (engine.save_checkpoint, engine.save_16bit_model):
         try:
@@ -313,7 +313,7 @@ def scenario_killed_between(directory: Path) -> None:
 
 
 def scenario_replaced(directory: Path) -> dict[str, Any]:
-    """Which engines there are, by what is configured; and what they do after uninstall()."""
+    """Return the checkpoint engine for each configuration, and the effects of uninstall()."""
     found: dict[str, Any] = {}
     kinds: dict[str, Any] = {"none": None, "python": {"type": "python"}}
     kinds["mock"] = {"type": "mock", "data_parallel": "replica"}

@@ -1,4 +1,4 @@
-"""What the tests run in processes of their own: DeepSpeed's parts on our ops. Each returns what the test looks at."""
+"""Functions that the tests run in separate processes: DeepSpeed's parts on our ops. Each returns its findings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def installed_in_threads(threads: int) -> list[bool]:
 
 
 def installed_twice_at_once() -> list[bool]:
-    """Install where the import of DeepSpeed installs too; return whether it served, and whether it could be undone."""
+    """Install while the import of DeepSpeed installs, too; return whether it served, and whether it could be undone."""
     import tensorferry.deepspeed
 
     tensorferry.deepspeed.install()
@@ -82,7 +82,7 @@ def installed_twice_at_once() -> list[bool]:
 
 
 def checkpoints_variable(given: bool | None) -> Any:
-    """Install; return whether checkpoints are ours, the variable then and when it is undone; or what is refused."""
+    """Install; return whether checkpoints are ours, and the variable then and after the undo; or return the refusal."""
     import deepspeed.runtime.engine
 
     import tensorferry.deepspeed
@@ -161,7 +161,7 @@ def _state() -> dict[str, str]:
 
 
 def compatibility() -> dict[str, Any]:
-    """What DeepSpeed's table and its builders say, and what they print when asked to say why not."""
+    """Return the answers of DeepSpeed's table and its builders, and their printed reasons."""
     import deepspeed.ops.op_builder as builders
 
     import tensorferry.deepspeed
@@ -191,7 +191,7 @@ def compatibility() -> dict[str, Any]:
 
 
 def gds(directory: str) -> dict[str, Any]:
-    """Ask for gds where there is cuFile, and move a tensor by its handle as DeepSpeed makes it."""
+    """Load the gds op with cuFile, and move a tensor by a handle that is made as DeepSpeed makes it."""
     import deepspeed.ops.op_builder as builders
     import torch
 
@@ -233,7 +233,7 @@ def without_deepspeed() -> str:
 
 
 def installed_after_its_own_engine() -> list[str]:
-    """Load DeepSpeed's own engine first, and return what install() warns of."""
+    """Load DeepSpeed's own engine first, and return the warnings of install()."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     import tensorferry.deepspeed
@@ -249,7 +249,7 @@ def installed_after_its_own_engine() -> list[str]:
 
 
 def engine_in_a_spawned_process(call_install: bool) -> list[str]:
-    """Whose handle this process gets, and whose a process that it spawns."""
+    """Return the package that serves async_io in this process, and in a process that it spawns."""
     if call_install:
         import tensorferry.deepspeed
 
@@ -266,7 +266,7 @@ def whose_engine() -> str:
 
 
 def native_pins() -> dict[str, bool]:
-    """DeepSpeed's own allocator of pinned memory on our pin_handle: what it tracks, and what ends with a tensor."""
+    """Use DeepSpeed's allocator of pinned memory with our pin_handle; return the memory that it tracks and frees."""
     import torch
     from deepspeed.utils.pin_memory import NativePinnedMemory
 

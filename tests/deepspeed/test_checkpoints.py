@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints by us: training goes on from them as it went on before, to the last bit."""
+"""DeepSpeed's checkpoints with our engine: a resumed training is the same as an uninterrupted one, to the last bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.deepspeed.conftest import Environment
 
 SERVED = {"TENSORFERRY_DEEPSPEED": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-# What DeepSpeed's own writer asks for; and parameters large enough for it to swap.
+# The variables that DeepSpeed's own writer needs; and parameters large enough for it to swap.
 MACHINES = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
 SWAPPED = {"HIDDEN": "512"}
 
@@ -67,7 +67,7 @@ class Ranks:
         return [line[1:] for line in lines if line[:1] == [word]]
 
     def kill(self) -> None:
-        """Kill those that train; what started them ends by itself."""
+        """Kill the processes that train; the launcher then ends on its own."""
         for rank in range(len(self.processes)):
             for said in self.said(rank, "loaded"):
                 os.kill(int(said[1]), signal.SIGKILL)
@@ -78,7 +78,7 @@ class Ranks:
 def run(
     count: int, directory: pathlib.Path, environment: Environment, scenario: str, **arguments: Any
 ) -> list[Any]:
-    """Run a scenario to its end, and return what each rank found."""
+    """Run a scenario to its end, and return the findings of each rank."""
     for _ in range(MAX_MEETINGS):
         ranks = Ranks(count, directory, environment, scenario, **arguments)
         ended = [process.wait(TIMEOUT_SECONDS) for process in ranks.processes]
@@ -241,9 +241,9 @@ def test_what_is_not_whole_is_refused_by_its_name(
     assert refused.pop("whole again") == "loaded whole"
     assert refused.pop("no list") == "loaded whole"
     assert refused.pop("no latest") == "loaded None"
-    assert "it names the checkpoint '', which is not there" in refused.pop("empty latest")
-    assert "it names the checkpoint 'gone', which is not there" in refused.pop("wrong latest")
-    assert "did not come to its end" in refused.pop("unfinished")
+    assert "it names the checkpoint '', which does not exist" in refused.pop("empty latest")
+    assert "it names the checkpoint 'gone', which does not exist" in refused.pop("wrong latest")
+    assert "was not completed" in refused.pop("unfinished")
     assert "tensorferry.json': it is damaged" in refused.pop("damaged list")
     assert refused == {}
 
@@ -289,7 +289,7 @@ def test_a_mixture_of_two_saves_is_refused_where_nobody_had_listed_the_first(
     run(1, directory / "c", newest, "killed_between")
     ranks = Ranks(1, directory / "c", newest, "train", stage=2, begin=0, end=1, load="last")
     assert ranks.processes[0].wait(TIMEOUT_SECONDS) != 0
-    assert "did not come to its end" in ranks.outputs[0].read_text()
+    assert "was not completed" in ranks.outputs[0].read_text()
 
 
 def test_engines_are_replaced_and_put_back(newest: Environment, directory: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""install() and uninstall(): who is reached, what DeepSpeed says then, and that all of it is undone."""
+"""install() and uninstall(): which importers get our ops, what DeepSpeed reports, and that uninstall() undoes all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_uninstall_restores_everything(version: Environment, look_at_the_table_f
     }
 
 
-# What the driver cannot be: real machines may have one.
+# A path without a driver, because the machine may have a real one.
 NO_DRIVER = {"TENSORFERRY_LIBCUDA": "/nowhere/libcuda.so.1"}
 
 
@@ -58,10 +58,10 @@ def test_deepspeed_finds_async_io_compatible_and_gds_not(version: Environment) -
     assert not found["table"].get("gds", False)
     assert found["builders"] == [True, False]
     assert "gds: the CUDA driver cannot be opened: /nowhere" in found["printed"]
-    assert found["printed"].count("serves async_io") == 1  # by verbose=True only
+    assert found["printed"].count("provides async_io") == 1  # by verbose=True only
     assert "/nowhere" in found["refusal"]
-    assert "aio_handle moves host memory" in found["refusal"]
-    assert "leave use_gds out" in found["refusal"]
+    assert "aio_handle supports host memory" in found["refusal"]
+    assert "remove use_gds" in found["refusal"]
     assert "flatten" in found["utils"]
 
 
@@ -69,7 +69,7 @@ def test_gds_is_served_where_cufile_is(version: Environment, directory: pathlib.
     environment = version | standin.environment()
     found = call(f"{PROGRAMS}:gds", environment=environment, directory=directory).result
     assert found == {
-        "in_use": False,  # before somebody asks: a process that used CUDA cannot fork for it
+        "in_use": False,  # before a probe is needed: a process that uses CUDA cannot fork for it
         "compatible": True,
         "engine": "cufile",
         "counts": [1, 0, 1],
@@ -119,4 +119,4 @@ def test_install_after_deepspeeds_own_engine_was_loaded_warns(own_engine: Enviro
     ended = call(f"{PROGRAMS}:installed_after_its_own_engine", environment=own_engine)
     (warning,) = ended.result
     assert "async_io" in warning
-    assert "right after import deepspeed" in warning
+    assert "directly after import deepspeed" in warning

@@ -1,4 +1,4 @@
-"""How processes come to be served that no one calls install() in: the variable, and running programs under us."""
+"""Processes that get our ops without a call of install(): by the environment variable, and by running under us."""
 
 from __future__ import annotations
 

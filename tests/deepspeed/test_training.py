@@ -1,4 +1,4 @@
-"""ZeRO-3 with NVMe offload, two processes, end to end: what is computed must not depend on who moves the tensors."""
+"""ZeRO-3 with NVMe offload in two processes, end to end: the results do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -> dict[str, Any]:
     """Run tests/deepspeed/training.py in two processes, and return rank 0's result."""
     launcher = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launcher.append(f"--log-dir={directory}.logs")  # else a directory in /tmp that nobody removes
+    launcher.append(f"--log-dir={directory}.logs")  # the default is in /tmp and is never removed
     plain = {"directory": str(directory), "steps": STEPS, "sequence": 8} | arguments
     for _ in range(MAX_MEETINGS):
         done = subprocess.run(

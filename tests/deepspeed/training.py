@@ -1,6 +1,6 @@
 """One process of a training, started by torch's launcher: `python -m tests.deepspeed.training ARGUMENTS`.
 
-The arguments are JSON, and so is a line of rank 0's output: the losses to the last bit, and who moved the tensors.
+The arguments are JSON, and so is a line of rank 0's output: the exact losses, and the engine that moved the tensors.
 """
 
 from __future__ import annotations

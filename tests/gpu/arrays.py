@@ -1,4 +1,4 @@
-"""What the tests make of a backend's arrays: ones amid others' memory, and arrays as other libraries describe them."""
+"""Arrays of the tests: parts of a larger allocation, and arrays with the interfaces of other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER = 67
 
 
 class Amid:
-    """An array of bytes at any place of an allocation, whose neighbours must stay as they are."""
+    """An array of bytes inside an allocation; the bytes around it must not change."""
 
     def __init__(self, gpu: Gpu, data: Any, before: int = 0, device: int = 0) -> None:
         data = bytes(data)  # so many zeros, if it is a number
@@ -35,7 +35,7 @@ class Amid:
 
 
 class Described:
-    """An array that offers nothing but `__cuda_array_interface__`, as CuPy's and Numba's do."""
+    """An array that has only `__cuda_array_interface__`, as those of CuPy and Numba."""
 
     def __init__(self, array: Any, **changes: Any) -> None:
         self._array = array

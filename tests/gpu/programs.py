@@ -1,4 +1,4 @@
-"""What the GPU tests run in processes of their own (see tests/support/child.py)."""
+"""Functions that the GPU tests run in separate processes (see tests/support/child.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ kept: Any = None
 
 
 class Unreachable:
-    """An array in GPU memory as far as anyone knows; for processes without a GPU."""
+    """An array that reports GPU memory, for processes without a GPU."""
 
     __cuda_array_interface__ = {  # noqa: RUF012
         "typestr": "|u1",
@@ -47,7 +47,7 @@ def the_gpu() -> gpus.Gpu:
 
 
 def refusals(directory: str) -> dict[str, Any]:
-    """Say how GPU memory is refused where its driver is, for host memory goes on as before."""
+    """Return the refusal of GPU memory without a usable driver; host memory still works."""
     answers = {}
     calls: dict[str, Callable[[], object]] = {
         "write": lambda: tensorferry.write(f"{directory}/file", Unreachable()),
@@ -84,7 +84,7 @@ def leave_with_pending_writes(
 
 
 def leave_with_pending_reads(engine: str, directory: str, count: int, nbytes: int) -> bool:
-    """Submit reads that nobody will look at, and return."""
+    """Submit reads without waiting for them, and return."""
     global kept
     gpu = the_gpu()
     np.full(nbytes, 5, np.uint8).tofile(f"{directory}/file")
@@ -152,7 +152,7 @@ def assert_moves(gpu: gpus.Gpu, handle: tensorferry.aio_handle, directory: pathl
 
 
 def fork(engine: str, directory: str) -> list[str]:
-    """Fork after GPU memory has been moved; return what the child is told when it tries."""
+    """Fork after a transfer of GPU memory; return the errors of transfers in the child."""
     gpu = the_gpu()
     path = pathlib.Path(directory)
     handle = tensorferry.aio_handle(engine=engine)
@@ -203,7 +203,7 @@ def limited_file_size(engine: str, directory: str, nbytes: int, limit: int) -> d
     gpu = the_gpu()
     path = pathlib.Path(directory) / "file"
     handle = tensorferry.aio_handle(engine=engine, block_size=65536, queue_depth=4)
-    path.write_bytes(bytes(nbytes))  # so that its space need not be reserved
+    path.write_bytes(bytes(nbytes))  # its space is then allocated, and a write does not reserve it
     array = gpu.array(b"\7" * nbytes)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     answers = {}

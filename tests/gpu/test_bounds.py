@@ -1,4 +1,4 @@
-"""What transfers of GPU memory take beside it: bounded while they run, and nothing afterwards."""
+"""The host memory that transfers of GPU memory need: bounded while they run, and none afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPETITIONS = 500
 
 
 class HostMemory:
-    """What a block adds to this process's host memory, looked at every 2 ms."""
+    """A context manager that samples the growth of this process's host memory every 2 ms."""
 
     growth_nbytes = 0
     locked_nbytes = 0
@@ -142,7 +142,7 @@ def test_hundreds_of_failures_leak_nothing(
 
 @pytest.mark.in_turn
 def test_a_hundred_handles_leak_nothing(gpu: Gpu, engine: str, directory: pathlib.Path) -> None:
-    """Their threads and what they made on the GPU goes with them, or is used by the next."""
+    """Their threads and objects on the GPU are freed with them, or reused by the next ones."""
     array = gpu.array(300_001)
 
     def use() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong with files while GPU memory is moved: exact errors, nothing hung, nothing else touched."""
+"""Errors of files while GPU memory is moved: the exact error, no hang, no other memory changed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_while_it_is_read(
     random_bytes: RandomBytes,
     nbytes: int,
 ) -> None:
-    """A kernel holds the read until the file has been cut."""
+    """A kernel delays the read until the file has been truncated."""
     handle = make_handle(block_size=65536)
     path = directory / "file"
     random_bytes(nbytes).tofile(path)
@@ -179,7 +179,7 @@ def test_without_a_driver_that_works_gpu_memory_is_refused_with_a_reason(
     library: str | None,
     reason: str,
 ) -> None:
-    """In a process of its own, in which the driver is taken for something else; host memory goes on."""
+    """In a separate process, in which another file is taken for the driver; host memory still works."""
     folder = tmp_path_factory.mktemp("libraries")
     (folder / "text.so").write_text("no library\n")
     path = folder / library if library else any_library()

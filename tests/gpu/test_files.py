@@ -1,4 +1,4 @@
-"""Functions and files move GPU memory: any size, offset and place, on every engine, against plain Python."""
+"""Functions and files with GPU memory: any size, offset and address, on every engine, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 65536
 
-# Sizes and offsets where something changes: sectors, pages, blocks, and their neighbours.
+# Sizes and offsets at the boundaries of sectors, pages and blocks, and next to them.
 edges = st.sampled_from(
     [0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 8192, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
 )
@@ -413,7 +413,7 @@ def test_statistics_count_what_went_to_and_from_gpus(
 
 
 def test_one_transfer_of_more_than_4_gib(gpu: Gpu, directory: pathlib.Path) -> None:
-    """Reading a hole costs no disk; the stand-in's GPUs are host memory, and have a 64th of it."""
+    """The file is a hole, which uses no space. GPUs of the stand-in are host memory, so they use a 64th of the size."""
     nbytes = ((4 << 30) // (64 if gpu.name == "stand-in" else 1)) + 4097
     path = directory / "hole"
     with open(path, "wb") as plain:

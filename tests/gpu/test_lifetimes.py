@@ -27,7 +27,7 @@ SLOW_S = 0.1
 def test_arrays_dropped_at_once_are_written(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """New arrays, which an allocator likes to place where others were, do not get into their files."""
+    """The bytes of new arrays, which allocators place at the addresses of freed ones, do not reach their files."""
     handle = make_handle()
     data = [random_bytes(1_000_003) for _ in range(16)]
     before = gpu.live()
@@ -211,7 +211,7 @@ def test_ctrl_c_interrupts_a_call_that_waits_for_a_kernel(
 def test_a_forked_child_is_told_that_it_cannot_use_the_gpu(
     gpu: Gpu, engine: str, directory: pathlib.Path
 ) -> None:
-    """Host memory it may move, with a handle of its own; the parent goes on."""
+    """The child may move host memory with a new handle; the parent's transfers continue."""
     ended = child.call(f"{PROGRAMS}:fork", engine=engine, directory=directory)
     assert len(ended.result) == 4
     for answer in ended.result:

@@ -1,6 +1,6 @@
-"""Transfers come after what was queued on the array's stream before them, and before what is queued after them.
+"""Transfers run after earlier work on the array's stream, and before later work.
 
-Each test queues a kernel that is slow enough that a transfer which does not wait for it is over first.
+Each test queues a slow kernel: a transfer that did not wait for it would end first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SLOW_S = 0.1
 
-# Inline in the calling thread; in blocks of a worker; in more blocks than pinned memory takes at once.
+# Inline in the calling thread; in blocks of a worker; in more blocks than fit into pinned memory at a time.
 SMALL, SOME, MANY = SIZES = [4096, 5_000_003, 80_000_000]
 
 
@@ -116,7 +116,7 @@ def test_a_read_comes_after_kernels_that_still_use_the_array(
     read: str,
     nbytes: int,
 ) -> None:
-    """One reads what was there before, another then writes what the read must replace."""
+    """One transfer reads the old bytes, another then writes bytes that the read must replace."""
     handle = make_handle()
     data = random_bytes(nbytes)
     data.tofile(directory / "file")
@@ -181,7 +181,7 @@ def test_what_was_read_is_there_for_another_thread_that_waited_for_its_future(
 def test_what_is_written_is_the_value_before_kernels_queued_when_it_is_done(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """A write is done only when the array has been read to its end: it may be overwritten then."""
+    """A write is done only after the whole array has been read; the caller may overwrite it then."""
     handle = make_handle()
     data = random_bytes(50_000_003)
     array = gpu.array(data)
@@ -195,7 +195,7 @@ def test_what_is_written_is_the_value_before_kernels_queued_when_it_is_done(
 def test_a_file_goes_through_the_gpu_and_back_while_kernels_run(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """Read, copy on the GPU, write: each step after the one before, with nothing but the handle to wait for."""
+    """Read, copy on the GPU, write: each step runs after the previous one, and only the handle is waited for."""
     handle = make_handle()
     data = random_bytes(3_000_001)
     data.tofile(directory / "0")
@@ -214,7 +214,7 @@ def test_a_file_goes_through_the_gpu_and_back_while_kernels_run(
 def test_two_writes_of_one_array_wait_for_the_kernels_before_each(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path
 ) -> None:
-    """On two streams, each with its own kernel: parts of one allocation."""
+    """Parts of one allocation, on two streams with separate kernels."""
     handle = make_handle()
     whole = gpu.array(8_000_000)
     halves = [gpu.part(whole, 0, 4_000_000), gpu.part(whole, 4_000_000, 8_000_000)]
@@ -271,7 +271,7 @@ def test_two_devices_at_once(
 def test_a_kernel_that_runs_does_not_change_what_is_read_into_other_arrays(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """Many transfers, every other one behind a kernel of its own stream, in one handle."""
+    """Many transfers in one handle; every other one is queued after a kernel on a separate stream."""
     handle = make_handle(intra_op_parallelism=2)
     data = [random_bytes(300_001 + index) for index in range(16)]
     arrays = []

@@ -35,13 +35,13 @@ class Memory:
 
     def __getitem__(self, index: Any) -> Memory:
         if not isinstance(index, slice):
-            return self  # what is left of an index is the framework's own
+            return self  # the remaining index is applied by the framework
         begin, end, _ = index.indices(self.shape[0])
         return Memory(self._gpu, self._gpu.part(self.array, begin, end), end - begin)
 
 
 class OnGpu:
-    """As frameworks are, with bytes for arrays: the stand-in has no library."""
+    """A framework with arrays of bytes, because no framework supports the stand-in."""
 
     on_host = False
 
@@ -51,28 +51,28 @@ class OnGpu:
     def empty(self, nbytes: int) -> Memory:
         return Memory(self._gpu, self._gpu.array(bytes(nbytes), 0), nbytes)
 
-    def over(self, memory: Any) -> Any:
+    def wrap(self, memory: Any) -> Any:
         raise AssertionError("host memory is not what was asked for")
 
-    def from_host(self, data: Memory) -> Memory:
+    def to_device(self, data: Memory) -> Memory:
         return data
 
     def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
         return shape
 
-    def typed(self, data: Memory, dtype: str, shape: tuple[int, ...]) -> Memory:
+    def as_array(self, data: Memory, dtype: str, shape: tuple[int, ...]) -> Memory:
         return data
 
-    def plain(self, data: Memory, itemsize: int, shape: tuple[int, ...]) -> Memory:
+    def as_integers(self, data: Memory, itemsize: int, shape: tuple[int, ...]) -> Memory:
         return data
 
-    def window(self, data: Any, shape: Any, strides: Any, first: int) -> Any:
+    def strided(self, data: Any, shape: Any, strides: Any, first: int) -> Any:
         raise AssertionError("nothing is to be picked")
 
-    def chosen(self, array: Memory, lists: tuple[Any, ...]) -> Memory:
+    def index_by_lists(self, array: Memory, lists: tuple[Any, ...]) -> Memory:
         return array
 
-    def retyped(self, array: Memory, dtype: str) -> Memory:
+    def as_dtype(self, array: Memory, dtype: str) -> Memory:
         return array
 
 

@@ -1,4 +1,4 @@
-"""Stores keep GPU memory, and fill it: on several pieces, verified, behind writes that are on their way."""
+"""Stores with GPU memory: tensors of several pieces, verified reads, and reads behind writes in flight."""
 
 from __future__ import annotations
 

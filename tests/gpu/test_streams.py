@@ -1,4 +1,4 @@
-"""Streams take GPU memory as they take the host's: in any mixture, after what is queued on its stream."""
+"""Streams accept GPU memory as well as host memory, in any mixture, after earlier work on its stream."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_host_and_gpu_memory_follow_each_other(
         for nbytes, place, where in pieces:
             if where == "sum":
                 fields = [Field("segment", 0, segment=len(expected) - 1)] if expected else []
-                stream.append_made(b"....", fields)
+                stream.append_with_fields(b"....", fields)
                 crc = zlib.crc32(expected[-1]) if expected else None
                 expected.append(b"...." if crc is None else crc.to_bytes(4, "little"))
                 continue

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 
 SLOW_S = 0.1
-NEVER_S = 3.0  # longer than anything that must not wait for it takes
+NEVER_S = 3.0  # longer than any operation that must not wait for it
 NBYTES = 5_000_003
 
 DTYPES = ["uint8", "float32", "float16", "bfloat16", "float8_e4m3fn", "bool", "complex64", "int64"]
@@ -177,7 +177,7 @@ def test_an_asynchronous_write_returns_before_the_kernel_has_ended(
 ) -> None:
     handle = make_handle()
     tensor = gpu.array(nbytes)
-    handle.sync_pwrite(tensor, directory / "first")  # what is made at first use takes a while
+    handle.sync_pwrite(tensor, directory / "first")  # the first use makes objects, which is slow
     ended = torch.cuda.Event()
     with gpu.new_stream():
         gpu.fill_later(tensor, 7, NEVER_S)
@@ -312,7 +312,7 @@ def test_pinned_memory_is_known(make_handle: MakeHandle) -> None:
     assert not handle.is_pinned(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
     locked = handle.new_cpu_locked_tensor(1 << 20, pinned)
     assert handle.is_pinned(locked)
-    assert locked.is_pinned()  # torch knows as well
+    assert locked.is_pinned()  # torch reports it, too
     assert tensorferry.empty(1 << 20, torch.uint8).is_pinned()
     assert handle.free_cpu_locked_tensor(locked)
     assert not handle.is_pinned(locked)
@@ -391,7 +391,7 @@ def test_pinned_device_tensors(directory: pathlib.Path, random_bytes: RandomByte
 
 
 class OnlyDlpack:
-    """A tensor that offers nothing but DLPack."""
+    """A tensor that supports only DLPack."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -422,7 +422,7 @@ def test_arrays_of_cupy_where_it_is_installed(
     make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
     if importlib.util.find_spec("cupy") is None:
-        return  # torch's tensors stand for it elsewhere in these tests
+        return  # the other tests use torch's tensors
     import cupy
 
     handle = make_handle()

@@ -1,1 +1,1 @@
-"""Offloaded optimizers beside the same in memory."""
+"""Tests of offloaded optimizers, which compare them with the same optimizers in memory."""

@@ -20,7 +20,7 @@ def _one_thread():
 
 @pytest.fixture
 def offloaded(directory):
-    """A function that offloads an optimizer to the disk; what it has made is closed at the end."""
+    """Return a function that offloads an optimizer to the disk; its results are closed at the end."""
     from tensorferry.offload import offload_optimizer
 
     made = []

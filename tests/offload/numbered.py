@@ -1,4 +1,4 @@
-"""Steps with numbers: the gradients of one are the same for any optimizer, so that training can go on elsewhere."""
+"""Numbered steps: the gradients of a step are the same for every optimizer, so another one can continue a training."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> Params:
 
 
 def assert_same(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> None:
-    """Compare parameters and what state_dict() gives, bit for bit."""
+    """Compare parameters and the results of state_dict(), bit for bit."""
     twins.assert_equal(params_of(left), params_of(right))
     twins.assert_same_state(left, right)

@@ -1,4 +1,4 @@
-"""Any life of an optimizer: whatever parameters it has, and in whatever order things happen to it."""
+"""Random sequences of an optimizer's operations, with random parameters."""
 
 import tempfile
 
@@ -59,7 +59,7 @@ class Life(RuleBasedStateMachine):
         self.make, self.dtype, self.commit = make, dtype, commit
         self.random = torch.Generator().manual_seed(1)
         self.kept = 0
-        self.committed = False  # what is stored is what there is
+        self.committed = False  # whether the stored state is the current one
         self.memory = make(self.parameters(shapes))
         self.drive = self.offloaded(make(self.parameters(shapes)), budget)
 
@@ -104,7 +104,7 @@ class Life(RuleBasedStateMachine):
     def add_group(self, shapes, rate):
         try:
             self.drive.add_param_group({"params": self.parameters(shapes), "lr": rate})
-        except MemoryBudgetError:  # and nothing has changed
+        except MemoryBudgetError:  # the optimizer has not changed
             return
         self.memory.add_param_group({"params": self.parameters(shapes), "lr": rate})
         self.committed = False
@@ -114,7 +114,8 @@ class Life(RuleBasedStateMachine):
         saved = (self.drive if ours else self.memory).state_dict()
         defaults = dict(self.memory.defaults)
         self.memory.load_state_dict(saved)
-        self.memory.defaults = defaults  # where torch adds a value, which later groups would have
+        # torch adds a value to the defaults, which later groups would get.
+        self.memory.defaults = defaults
         self.drive.load_state_dict(saved)
         self.committed = False
 

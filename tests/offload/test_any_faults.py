@@ -1,4 +1,4 @@
-"""Any faults of the drive, whatever an optimizer is doing: once they are over it is as in memory."""
+"""Random faults of the drive during random operations: after the faults the optimizer equals the one in memory."""
 
 import errno
 import itertools
@@ -32,7 +32,7 @@ faults = st.one_of(
         times=st.sampled_from([1, 2, -1]),
         skip=skip,
     ),
-    # Not for ever: a byte at a time takes its time.
+    # A limited number of times, because transfers of one byte are slow.
     st.builds(
         Fault,
         op=st.just("read"),
@@ -81,7 +81,7 @@ def live(faultfs, root, make, of, budget, commit, life, at_end):
         return path
 
     def again_and_again(call, orders, retry=lambda: None):
-        """Call while there are faults; and without, if that raised."""
+        """Call with the faults; and again without them, if the call raised."""
         faultfs.order(*orders)
         try:
             call()
@@ -116,7 +116,7 @@ def live(faultfs, root, make, of, budget, commit, life, at_end):
         else:
             path = kept()
             again_and_again(lambda path=path: drive.restore(path), orders)
-        drive.retry()  # what is written behind, too
+        drive.retry()  # includes the write-behind
         assert_equal(wanted, params)
         assert_same_state(memory, drive)
     if commit != "none":

@@ -1,4 +1,4 @@
-"""Offloaded optimizers kept: checkpoint() and restore(), committed steps and resume()."""
+"""Saving offloaded optimizers: checkpoint() and restore(), committed steps and resume()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import tensorferry
 from tensorferry import offload
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 from tests.offload.numbered import (
     ALL,
     OTHER,
@@ -47,7 +47,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(directory: Path, budget
         step(with_us, number)
     with_us.checkpoint(directory / "kept")
     for number in range(4, 6):
-        step(with_us, number)  # changes nothing of what was kept
+        step(with_us, number)  # does not change the checkpoint
     with_us.close()
 
     fresh = copies(params_of(expected))
@@ -103,7 +103,7 @@ def test_a_parameter_without_a_step_has_no_state_when_restored(directory: Path) 
 @pytest.mark.parametrize("commit", ["none", "step"])
 @pytest.mark.parametrize("first", [False, True], ids=["kept-with", "loaded-with"])
 def test_a_schedule_may_be_made_before_or_after(directory: Path, commit: Any, first: bool) -> None:
-    """It keeps values in the groups: what is loaded then has others than the optimizer that loads it."""
+    """The optimizer keeps values in its groups, so the loaded state has other values than the optimizer."""
 
     def made(with_schedule: bool) -> offload.OffloadedOptimizer:
         optimizer = offloaded(parameters(), directory / "state", commit=commit)
@@ -165,7 +165,7 @@ def test_a_parameter_that_was_committed_without_a_step_has_no_state_either(
 def test_state_of_another_master_dtype_is_refused(
     directory: Path, shape: tuple[int, ...], kept_with: Any
 ) -> None:
-    """Where it is small, and in no bucket, too."""
+    """Also for small state that is not in a bucket."""
 
     def made(master_dtype: Any) -> offload.OffloadedOptimizer:
         optimizer = MaybeWhole(parameters([shape], torch.bfloat16), whole=True)
@@ -179,7 +179,7 @@ def test_state_of_another_master_dtype_is_refused(
     first.close()
     other = made(None if kept_with else torch.float32)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match="what helps: the master_dtype of then"):
+    with pytest.raises(ValueError, match="remedy: the same master_dtype"):
         other.restore(directory / "kept")
     assert same(other.state_dict(), before)
     step(other, 0)
@@ -187,7 +187,7 @@ def test_state_of_another_master_dtype_is_refused(
 
 
 def test_state_without_bytes_is_restored(directory: Path) -> None:
-    """A rank may have nothing of a group's parameters, or of any."""
+    """A rank may have no part of a group's parameters, or no parameters at all."""
 
     def groups(*shapes: tuple[int, ...]) -> list[dict[str, Any]]:
         return [{"params": parameters([shape])} for shape in shapes]
@@ -314,12 +314,12 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(directory: Path) -
     other = offload.offload_optimizer(
         torch.optim.SGD(parameters(), momentum=0.9), directory, memory_budget=SOME
     )
-    with pytest.raises(ValueError, match="of AdamW there, without the 'dampening' of SGD"):
+    with pytest.raises(ValueError, match="saved by AdamW: a group there has no value 'dampening'"):
         other.restore(kept)
     other.close()
     fewer = offloaded(parameters()[:3], directory)
     with pytest.raises(
-        ValueError, match=r"groups of \[5\] parameters, and this optimizer has \[3\]"
+        ValueError, match=r"this optimizer have \[3\] parameters, those in .* have \[5\]"
     ):
         fewer.restore(kept)
     fewer.close()
@@ -486,7 +486,7 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_step(directory: Path) ->
             said = max([said, *map(int, training.stdout.read().split())])
         again = offloaded(parameters(), directory, OTHER, commit="step")
         committed = again.committed_step
-        assert committed in (said, said + 1)  # what is committed is said afterwards
+        assert committed in (said, said + 1)  # the process prints a step after its commit
         assert again.resume() == committed
         assert_same(again, in_memory(committed or 0))
         again.close()

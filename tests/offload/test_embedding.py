@@ -1,4 +1,4 @@
-"""TableEmbedding and TableEmbeddingBag: what torch's give, bit for bit, whatever was prefetched, cached or fails."""
+"""TableEmbedding and TableEmbeddingBag: the results equal torch's bit for bit, with any prefetch, cache or failure."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ def test_bags_of_one_length_and_what_torch_refuses(directory: Path) -> None:
     with pytest.raises(NotImplementedError, match="per_sample_weights"):
         ours(ids, per_sample_weights=torch.ones(6, 8))
     with pytest.raises(ValueError, match="mode: 'min'"):
-        TableEmbeddingBag(ours._how[0], mode="min")
+        TableEmbeddingBag(ours._reading_arguments[0], mode="min")
     assert "mode='mean'" in repr(ours)
     ours.close()
 
 
-# What fails
+# Failures
 
 _STEPS = st.lists(
     st.one_of(
@@ -175,7 +175,7 @@ def test_rows_are_right_or_the_pass_raises_whatever_fails_when(
     made = TableEmbedding(table_at(faultfs.path / "table", weight), cache_nbytes=cache_nbytes)
     failing = False
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nor is a failure told by a future that is dropped
+        warnings.simplefilter("error")  # a dropped future must not warn of a failure
         for step, what in steps:
             if step == "ahead":
                 made.prefetch(what)
@@ -203,7 +203,7 @@ def test_a_failed_prefetch_is_read_again_and_only_a_second_failure_is_raised(
     for times, raised in ((1, 0), (2, 1)):
         faultfs.order(Fault("read", error=errno.EIO, times=times))
         made.prefetch(ids)
-        made._reading._ahead()[0]._future.exception()  # type: ignore[union-attr]
+        made._reading._prefetched()[0]._future.exception()  # type: ignore[union-attr]
         with pytest.raises(tensorferry.StorageError) if raised else contextlib.nullcontext():
             assert same(made(ids), weight[ids])
         assert faultfs.hits() == times
@@ -234,7 +234,7 @@ def test_a_prefetch_does_not_wait_and_what_it_has_read_is_not_read_again(faultfs
     assert made.prefetch(ids_of(6, 7))
     faultfs.await_held()
     faultfs.release()
-    for batch in made._reading._ahead():
+    for batch in made._reading._prefetched():
         batch.wait()
     faultfs.order(Fault("read", error=errno.EIO))
     assert same(made(ids_of(7)), weight[[7]])  # a part of one
@@ -242,7 +242,7 @@ def test_a_prefetch_does_not_wait_and_what_it_has_read_is_not_read_again(faultfs
     assert same(made(ids_of(6)), weight[[6]])
     assert faultfs.hits() == 0
     assert made.stats() == {"rows": 5, "prefetched_rows": 5, "cached_rows": 0}
-    with pytest.raises(tensorferry.StorageError):  # all of it has been used
+    with pytest.raises(tensorferry.StorageError):  # all prefetched rows have been used
         made(ids_of(6))
     faultfs.clear()
     made.close()
@@ -260,7 +260,7 @@ def test_prefetches_are_bounded_and_those_that_nobody_came_for_go(
     assert made.prefetch(batches[3])
     assert not made.prefetch(batches[4])
     assert not made.prefetch(torch.arange(ROWS))
-    for _ in range(3):  # instead of those that were prefetched
+    for _ in range(3):  # other ids than the prefetched ones
         assert same(made(batches[9]), weight[90:100])
     assert made.prefetch(batches[5])
     assert same(made(batches[5]), weight[50:60])
@@ -300,7 +300,7 @@ def test_a_prefetch_of_inference_mode_serves_a_training(rows: Any) -> None:
     assert same(made.train()(ids_of(3)), weight[[3]])
 
 
-# What a module is asked for
+# Requests of a module that are refused or ignored
 
 
 def test_training_is_refused(rows: Any) -> None:
@@ -367,7 +367,7 @@ def test_arguments_are_checked(directory: Path) -> None:
     strange = tensorferry.Table(directory / "table", [2, 2], [("a", "i4")])
     for options, error in (
         ({"table": weight}, "table: Tensor is not"),
-        ({"table": flat}, r"table: its shape is \[10\]"),
+        ({"table": flat}, r"table: expected two dimensions.*got shape \[10\]"),
         ({"table": strange}, "numpy.void"),
         ({"padding_idx": ROWS}, "padding_idx: 300"),
         ({"cache_nbytes": "many"}, "cache_nbytes: 'many'"),
@@ -384,7 +384,7 @@ def test_arguments_are_checked(directory: Path) -> None:
 @pytest.mark.parametrize("call", ["forward", "prefetch"])
 def test_ids_are_checked_before_anything_is_read(rows: Any, call: str) -> None:
     made, _ = rows
-    made._how[0].close()  # a read would fail
+    made._reading_arguments[0].close()  # a read would fail
     asked = getattr(made, call)
     for ids, error, told in (
         (ids_of(0, -1), IndexError, "ids: -1 is outside of a table of 300 rows"),
@@ -415,7 +415,7 @@ def test_what_records_operations_is_refused_and_compile_leaves_it_out(rows: Any)
     assert made.stats()["prefetched_rows"] == 7
 
 
-# Where it comes from
+# Sources of the weight
 
 
 def test_from_a_models_files(directory: Path) -> None:

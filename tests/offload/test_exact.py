@@ -1,4 +1,4 @@
-"""The result is that of the same optimizer in memory, bit for bit."""
+"""Results are those of the same optimizer in memory, bit for bit."""
 
 import weakref
 
@@ -76,7 +76,7 @@ def test_steps_and_state_dicts_are_those_of_memory(name, options, dtype, offload
     if moved["state_nbytes"] > SMALL:
         assert moved["read_nbytes"] > 0
 
-    # Either's state is taken by the other; loading rounds what NAdam and ASGD count in to bfloat16.
+    # Each loads the other's state; a load rounds the counters of NAdam and ASGD to bfloat16.
     saved, own, loaded, again = memory.state_dict(), *(copies(wanted) for _ in range(3))
     reference, taken = made(name, own, options), made(name, loaded, options)
     reference.load_state_dict(saved)
@@ -159,7 +159,7 @@ def test_whatever_happens_between_steps_of_what_is_in_memory(options, dtype, bud
         lambda *_: drive.state_dict(),
     ):
         if happens is gradients_in_other_memory and options == FUSED:
-            continue  # torch's kernels take them as if they were laid out as their parameters
+            continue  # torch's kernels assume that they have the strides of their parameters
         for _ in range(2):
             gradients.give()
             happens(memory, drive)

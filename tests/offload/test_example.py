@@ -1,4 +1,4 @@
-"""The examples: trainings and models that are killed for memory, and go through with what they need on a drive."""
+"""The examples: trainings and models that run out of memory, and succeed with their state or weights on a drive."""
 
 from __future__ import annotations
 

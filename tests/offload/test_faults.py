@@ -1,4 +1,4 @@
-"""Drives that fail, and people who press Ctrl-C: a step is whole, or says that it is not and can be finished."""
+"""Failing drives and Ctrl-C: a step is complete, or reports that it is not and can be completed."""
 
 import errno
 import gc
@@ -38,7 +38,7 @@ def both(faultfs, offloaded):
 
 
 def whole(wanted, params, memory, drive, gradients):
-    """Check that all is as in memory, and goes on so."""
+    """Check that the optimizer equals the one in memory, also after further steps."""
     assert_equal(wanted, params)
     assert_same_state(memory, drive)
     train(gradients, memory, drive, steps=2)
@@ -94,8 +94,8 @@ def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
     drive.step()
     drive.drain()
     faultfs.order(Fault("write", error=errno.EIO))
-    with pytest.raises(OffloadError, match="step 3 is whole") as caught:
-        drive.state_dict()  # stores what is still in memory alone
+    with pytest.raises(OffloadError, match="step 3 is complete") as caught:
+        drive.state_dict()  # stores the state that is only in memory
     assert (caught.value.step, caught.value.finished) == (3, True)
     faultfs.clear()
     drive.retry()
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_a_drive(both, faultfs):
         try:
             drive.retry()
         finally:
-            if drive.steps == 2:  # nothing of it had been done
+            if drive.steps == 2:  # the step has not begun
                 drive.step()
     whole(*both)
 
@@ -216,14 +216,14 @@ def test_two_in_one_directory(offloaded):
 def test_a_step_whose_commit_could_not_be_synced_is_committed_by_the_next_call(
     faultfs, offloaded, retried
 ):
-    """Also where a parameter has no gradients any more: its state lies in the file that failed."""
+    """Also for a parameter that gets no more gradients: its state is in the file that failed."""
     wanted, params, memory, drive = pair(offloaded, path=faultfs.path, commit="fsync")
     gradients = Gradients(wanted, params, missing=lambda step, index: step and index < 4)
     train(gradients, memory, drive, steps=1)
     gradients.give()
     memory.step()
     faultfs.order(Fault("fsync", error=errno.EIO, times=1))
-    with pytest.raises(OffloadError, match="step 2 is whole, but could not be committed"):
+    with pytest.raises(OffloadError, match="step 2 is complete, but could not be committed"):
         drive.step()
     if retried:
         drive.retry()

@@ -1,4 +1,4 @@
-"""Offloaded optimizers against what nobody should do, and somebody will."""
+"""Offloaded optimizers in difficult cases: odd layouts, changing groups, dependent elements, and failed steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tensorferry import offload
 from tensorferry.base.processes import Interrupts
 from tensorferry.offload import plan
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 from tests.offload.numbered import ALL, SOME, Params, assert_same, parameters, params_of, step
 from tests.offload.twins import assert_equal, copies
 from tests.support.forks import held_by_another_thread, passes_in_child
@@ -53,7 +53,7 @@ class Pair:
 
 
 class Simple(torch.optim.Optimizer):
-    """Momentum; subclasses say how far a parameter goes."""
+    """SGD with momentum; subclasses define the size of an update."""
 
     def __init__(self, params: Any, lr: float = 0.1, **values: Any) -> None:
         super().__init__(params, {"lr": lr, **values})
@@ -94,7 +94,7 @@ def test_parameters_that_are_not_dense(directory: Path, budget: int) -> None:
 
 
 class OddState(Simple):
-    """Has state of single elements with strides that say nothing."""
+    """An optimizer with state of single elements that have arbitrary strides."""
 
     def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
         if "odd" not in state:
@@ -135,7 +135,7 @@ def test_parameters_without_elements(directory: Path) -> None:
     pair.assert_same()
     alone = Pair(directory / "alone", torch.optim.AdamW, lambda: parameters([(0,)]))
     alone.step(0)
-    for optimizer in (alone.plain, alone.ours):  # more than the budget: nothing stays in memory
+    for optimizer in (alone.plain, alone.ours):  # larger than the budget: no state in memory
         optimizer.add_param_group({"params": parameters([(300, 400)])})
         [(_, state)] = optimizer.state.items()
         assert state["exp_avg"].shape == (0,)
@@ -156,7 +156,9 @@ def test_a_parameter_that_is_laid_out_anew_is_refused_and_its_state_is_whole(
         param.data = param.data.t().contiguous().t()
     before = copy.deepcopy(pair.ours.state_dict())
     assert same(before, pair.plain.state_dict())
-    with pytest.raises(ValueError, match=r"strides \(1, 300\); it was.*strides \(200, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"strides \(1, 300\); when it was offloaded, it had.*strides \(200, 1\)"
+    ):
         step(pair.ours, 2)
     assert same(pair.ours.state_dict(), before)
     pair.ours.load_state_dict(pair.ours.state_dict())
@@ -170,7 +172,7 @@ def test_parameters_that_are_there_twice_or_share_memory_are_refused(directory: 
     parts = [torch.nn.Parameter(matrix[:60]), torch.nn.Parameter(matrix[50:])]
     for params, message in [([one, other, one], "twice"), (parts, "shares memory")]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of what is there twice
+            warnings.simplefilter("ignore")  # torch warns of duplicate parameters
             optimizer = torch.optim.AdamW(params)
         with pytest.raises(ValueError, match=message):
             offload.offload_optimizer(optimizer, directory, memory_budget=SOME)
@@ -263,7 +265,7 @@ def test_a_group_that_is_added_keeps_to_the_budget(directory: Path, shape: tuple
     ours.close()
 
 
-# Optimizers that are not what small parameters show
+# Optimizers that behave differently with small parameters
 
 
 class Lamb(Simple):
@@ -308,7 +310,7 @@ def test_what_depends_on_shapes_or_exchanges_state_is_exact(
     directory: Path, make: type[Simple], budget: int
 ) -> None:
     pair = Pair(directory, make, budget=budget)
-    assert budget == ALL or not pair.ours._at_home
+    assert budget == ALL or not pair.ours._in_memory
     pair.step(0, 1, 2)
     pair.assert_same()
 
@@ -355,7 +357,7 @@ class FirstGroup(Simple):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (StringState, "it has state of no parameter, 'all'"),
+        (StringState, "it keeps state for 'all', which is not a parameter"),
         (OtherOptimizer, r"another optimizer \(its attribute 'base'"),
     ],
 )
@@ -448,7 +450,7 @@ def test_masters_last_where_the_optimizer_has_no_state(directory: Path) -> None:
             master.grad = param.grad.float()
         expected.step()
         assert_equal([master.bfloat16() for master in masters], params_of(ours))
-        if number in (2, 4):  # goes on elsewhere
+        if number in (2, 4):  # continue with a new optimizer
             fresh = copies(params_of(ours))
             other = offloaded(fresh, 200 << 10)
             if number == 2:
@@ -521,4 +523,4 @@ def test_an_interrupt_is_heard_where_a_step_fails_too() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         fail()
     assert isinstance(caught.value.__context__, OSError)
-    assert not interrupts.insisted()
+    assert not interrupts.was_repeated()

@@ -1,4 +1,4 @@
-"""What changes after an optimizer has been offloaded: what its step does, and who writes into it, by whatever way."""
+"""Changes after an optimizer has been offloaded: a replaced step, and writes to its state and options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tensorferry.offload import NotSeparableError, offload_optimizer
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def give(step: int, *lists: list[torch.nn.Parameter]) -> None:
 
 
 class Later(torch.optim.Optimizer):
-    """Is element-wise, until it is told to divide by the whole parameter's norm."""
+    """An element-wise optimizer that can be switched to divide by the norm of the whole parameter."""
 
     def __init__(self, params: Any, when: Any, lr: float = 0.05) -> None:
         defaults = {"lr": lr, "trust": 0.3, "settings": types.SimpleNamespace(trust=False)}
@@ -117,11 +117,11 @@ def test_a_piece_of_one_parameter_that_is_otherwise_than_the_rest_is_noticed(
     params = parameters()
     inner = Later(params, lambda _, __, ___, state: state["t"] == 20)
     drive = offload_optimizer(inner, directory, memory_budget=BUDGET)
-    monkeypatch.setattr(drive._probe, "acts_on_elements", lambda _: True)
+    monkeypatch.setattr(drive._probe, "may_step_in_pieces", lambda _: True)
     for step in range(19):
         give(step, params)
         drive.step()
-    with pytest.raises(NotSeparableError, match="does not treat each element by itself"):
+    with pytest.raises(NotSeparableError, match="does not treat each element independently"):
         drive.step()
     drive.close()
 

@@ -1,4 +1,4 @@
-"""Optimizers as libraries write them, and libraries that drive them: exact, or refused with a reason."""
+"""Optimizers of libraries, and libraries that drive optimizers: exact, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 def test_rate_of_zero_hides_nothing(directory: pathlib.Path) -> None:
-    """Warm-ups begin with it: what a step does then does not show what it will do."""
+    """Warm-ups begin with a rate of zero, with which a step does not show its later behaviour."""
     plain, offloaded = model(), model()
     optimizers = [ByNorm(each.parameters()) for each in (plain, offloaded)]
     schedules = [
@@ -85,7 +85,7 @@ def test_rate_of_zero_hides_nothing(directory: pathlib.Path) -> None:
 def test_a_small_rate_hides_nothing(
     directory: pathlib.Path, kind: Any, dtype: Any, rate: float
 ) -> None:
-    """Beside large parameters what it moves is rounded away; beside small ones, or once it has grown, it is not."""
+    """Its updates are rounded away with large parameters, but not with small ones or after they have grown."""
     shapes = [(600007,)] * 4
     plain, offloaded = [
         [torch.nn.Parameter((param.detach() * 0.03).to(dtype)) for param in parameters(shapes)]
@@ -121,7 +121,7 @@ def test_what_begins_only_after_some_steps_is_tried(directory: pathlib.Path) -> 
 
 
 class WithTable(torch.optim.SGD):
-    """A table among its attributes, moved to where the parameter is: bitsandbytes' optimizers have such."""
+    """An attribute holds a table that is moved to the parameter's device, as in bitsandbytes' optimizers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, foreach=False)
@@ -169,7 +169,7 @@ def test_wrapper_of_an_optimizer_is_refused_and_nothing_is_stepped(directory: pa
 
 
 class OfOwnList(torch.optim.Optimizer):
-    """Steps what it has kept, whatever its groups say."""
+    """An optimizer that steps the parameters it has kept, and ignores its groups."""
 
     def __init__(self, params: Any) -> None:
         self.kept = list(params)
@@ -205,7 +205,7 @@ class Boxed(torch.Tensor):
 
 
 class WithBoxes(torch.optim.SGD):
-    """Its state has tensors of a class of its own."""
+    """An optimizer with state tensors of a subclass."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -220,7 +220,7 @@ def test_state_of_other_tensor_classes_is_refused(directory: pathlib.Path) -> No
 
 
 class Projecting(torch.optim.Optimizer):
-    """Treats a parameter as a whole only where its gradient is at right angles to it, as AdamP does."""
+    """An optimizer that uses whole parameters only if their gradients are orthogonal to them, as AdamP does."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -281,7 +281,7 @@ def test_state_of_other_shapes_under_known_names_is_loaded(directory: pathlib.Pa
 
 
 class Counting(torch.optim.SGD):
-    """Has state of its own beside that of parameters, as MADGRAD does."""
+    """An optimizer with state in addition to that of parameters, as MADGRAD has."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.state["k"] = self.state.get("k", 0) + 1

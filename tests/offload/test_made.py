@@ -1,4 +1,4 @@
-"""Optimizers that are made here, by rules drawn at random, and trainings around them: as in memory, or refused."""
+"""Generated optimizers with random update rules, and trainings with them: equal to those in memory, or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry.offload import MemoryBudgetError, NotSeparableError, offload_optimizer
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 from tests.support.effort import examples
 
 RULES = {
@@ -56,7 +56,7 @@ events = st.sampled_from(
 
 
 class Made(torch.optim.Optimizer):
-    """Does what its rules say."""
+    """An optimizer that applies its generated rules."""
 
     calls_of_class = 0
 

@@ -1,4 +1,4 @@
-"""What an offloaded optimizer takes of memory, in a process of its own."""
+"""The memory that an offloaded optimizer uses, measured in a separate process."""
 
 import gc
 import re
@@ -26,9 +26,9 @@ def train(directory):
         param.grad = torch.full_like(param, 0.1)
     small = torch.nn.Parameter(torch.zeros(1))
     small.grad = torch.zeros(1)
-    torch.optim.AdamW([small], fused=True).step()  # what torch imports with the first step of all
+    torch.optim.AdamW([small], fused=True).step()  # the first step imports modules of torch
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
     optimizer = offload_optimizer(
         torch.optim.AdamW(params, fused=True), directory, memory_budget=BUDGET
     )
@@ -44,7 +44,7 @@ def train(directory):
 def test_the_peak_is_the_budget_and_a_little_first_step_included(directory):
     told = child.call(f"{__name__}:train", directory=directory / "state").result
     assert told["peak"] >= BUDGET
-    # The rest is mostly code, first of all of what is imported: 10 MiB. Without giving back what glibc keeps it is 65.
+    # The rest is mostly code of imported modules: 10 MiB. It would be 65 MiB if glibc's free memory was not returned.
     assert told["peak"] - BUDGET < 40 * MIB
     assert (
         told["left"] < BUDGET // 2

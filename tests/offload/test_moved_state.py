@@ -1,4 +1,4 @@
-"""Optimizers that keep their state's tensors but not their memory; budgets that come to be too small."""
+"""Optimizers that keep their state's tensors but replace the memory of these; budgets that become too small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""It is an optimizer: what people do with one works as it does in memory."""
+"""An offloaded optimizer supports the usual operations of an optimizer, with the same results as in memory."""
 
 import math
 
@@ -188,7 +188,7 @@ def test_masters_of_an_optimizer_that_has_stepped_without(offloaded):
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts steps in its group, whether or not there is any gradient."""
+    """An optimizer that counts steps in its group, with or without gradients."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -261,6 +261,6 @@ def test_the_smallest_pieces_fit_in_slots(offloaded):
 
 
 def test_a_budget_of_all_state_to_the_byte_holds_all_of_it(offloaded):
-    """Cut into slots it would take more: the pieces of a tensor begin with pages."""
+    """Divided into slots, the state would need more memory, because each piece of a tensor begins at a page."""
     _, drive = trained_with_the_least_budget(offloaded, [(4, 6, 12, 4), (27, 59)])
     assert drive.stats()["read_nbytes"] == 0

@@ -1,4 +1,4 @@
-"""Two ranks whose parameters are sharded by FSDP2: each has the state of its shards on its drive."""
+"""Two ranks with parameters sharded by FSDP2: each keeps the state of its shards on its drive."""
 
 import pathlib
 from typing import Any
@@ -118,7 +118,7 @@ def go_on_on_a_rank(
     rank: int, ranks: int, directory: str, offloaded: bool, saved: str
 ) -> list[list[bytes]]:
     training = Training(rank, ranks, directory, offloaded)
-    training.step(7)  # what a load replaces
+    training.step(7)  # state that the load replaces
     training.load(saved)
     loaded = training.whole()
     for seed in range(3, 6):
@@ -170,17 +170,17 @@ def train_placed_on_a_rank(
 @pytest.mark.parametrize("weight", PLACEMENTS)
 @pytest.mark.parametrize("batch", PLACEMENTS[:2])
 def test_gradients_that_are_placed_otherwise_are_as_in_memory(directory, weight, batch):
-    """A sum over ranks is made before the step; where torch makes it later, and it shows, the step is refused."""
+    """The sum over ranks is made before the step; a step is refused if torch makes it later, with another result."""
     arguments = (2, str(directory), weight, batch)
     assert call_on_ranks(2, train_placed_on_a_rank, *arguments, 0.0) == [None, None]
     found = call_on_ranks(2, train_placed_on_a_rank, *arguments, 0.1)
     assert found[0] == found[1]
-    assert found[0] is None or "before it is placed so" in found[0]
+    assert found[0] is None or "before redistributing it" in found[0]
     assert (found[0] is not None) == (weight == "replicated" and batch == "rows")
 
 
 def commit_on_a_rank(rank: int, directory: str, steps: tuple[int, int]) -> Any:
-    """Resume what was committed, then commit some steps; return what was resumed."""
+    """Resume from the last commit, then commit some steps; return the resumed step."""
     from tensorferry.offload import offload_optimizer
 
     params = [torch.nn.Parameter(torch.full((300, 10), 1.0))]
@@ -206,7 +206,7 @@ def commit_on_a_rank(rank: int, directory: str, steps: tuple[int, int]) -> Any:
 
 
 def test_ranks_go_back_to_the_last_step_that_all_have_committed(directory):
-    """A kill may come when some ranks have committed a step, and others have not; or in the run after such a one."""
+    """The kill is between the commits of the ranks, or in the run after such a kill."""
 
     def run(*steps: int) -> list[Any]:
         return call_on_ranks(2, commit_on_a_rank, str(directory), steps)
@@ -228,7 +228,7 @@ def test_ranks_go_back_to_the_last_step_that_all_have_committed(directory):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_numbers_of_ranks_go_on_from_a_checkpoint(directory, ranks):
-    """torch's distributed checkpoint lays the state out anew."""
+    """torch's distributed checkpoint reshards the state."""
     saved = str(directory / "checkpoint")
     wanted = call_on_ranks(2, save_on_a_rank, str(directory), saved)[0]
     plain, offloaded = (
@@ -290,7 +290,7 @@ def refused_on_a_rank(rank: int, directory: str) -> str:
     model = torch.nn.Linear(64, 128, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     model.to(torch.bfloat16)
-    offload_optimizer(  # rounds otherwise in pieces, but treats each element by itself
+    offload_optimizer(  # rounding differs between pieces, but each element is computed separately
         torch.optim.AdamW(model.parameters()), f"{directory}/{rank}", memory_budget="8MiB"
     ).close()
     with pytest.raises(NotSeparableError) as caught:

@@ -1,4 +1,4 @@
-"""What cannot be done exactly, or with so little memory, is refused, and says what would help."""
+"""Refusals of cases that cannot be exact, or that need more memory; the message names a remedy."""
 
 import copy
 import pickle
@@ -6,8 +6,13 @@ import pickle
 import pytest
 import torch
 
-from tensorferry.offload import MemoryBudgetError, NotSeparableError, offload_optimizer
-from tensorferry.offload.counted import same
+from tensorferry.offload import (
+    MemoryBudgetError,
+    NotSeparableError,
+    offload_optimizer,
+    offload_training,
+)
+from tensorferry.offload.optimizer_snapshot import same
 from tests.offload.twins import SMALL, Gradients, adamw, assert_equal, copies, parameters, train
 from tests.support.forks import passes_in_child
 
@@ -148,7 +153,7 @@ def test_groups_that_the_budget_cannot_take(offloaded, budget):
 
 
 def test_a_group_that_could_not_be_loaded_again_is_not_added(offloaded):
-    """A budget for exactly what there was: empty parameters take none, but for their places."""
+    """The budget is exact: empty parameters need only entries in its tables."""
     first = parameters([(847,), (3,)])
     with pytest.raises(MemoryBudgetError) as caught:
         offloaded(adamw(first), 100)
@@ -161,7 +166,7 @@ def test_a_group_that_could_not_be_loaded_again_is_not_added(offloaded):
 
 
 def test_values_for_whose_state_there_is_no_room_are_not_loaded(offloaded):
-    """Nothing has changed: neither groups, nor how state lies."""
+    """Neither the groups nor the layout of the state has changed."""
     params = parameters([(847,), (400, 30)])
     with pytest.raises(MemoryBudgetError) as caught:
         offloaded(adamw(params), 100)
@@ -175,3 +180,10 @@ def test_values_for_whose_state_there_is_no_room_are_not_loaded(offloaded):
         drive.load_state_dict(saved)
     assert same(drive.state_dict(), before)
     train(gradients, drive)
+
+
+def test_blocks_that_are_not_iterable_are_named(directory):
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="blocks: expected an iterable of modules, got int"):
+        offload_training(model, adamw(model.parameters()), directory, memory_budget="1M", blocks=3)
+    assert not list(directory.iterdir())

@@ -1,4 +1,4 @@
-"""Steps on a device that is not where the slots are: here the host plays the device, with copies that are real."""
+"""Steps on a device other than that of the slots: here the host stands in for the device, with real copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tensorferry import offload
 from tensorferry.offload import optimizer as optimizers
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 from tests.offload.numbered import (
     ALL,
     SOME,

@@ -1,4 +1,4 @@
-"""State dicts in both directions, snapshots, and what is read of one parameter."""
+"""State dicts in both directions, snapshots, and reads of one parameter's state."""
 
 import collections
 import io

@@ -1,4 +1,4 @@
-"""What surrounds an optimizer: its constructor, its users' methods, hooks, models, and what they write and keep."""
+"""The surroundings of an optimizer: its constructor, users' methods, hooks, models, and objects that users keep."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HoldsModel(torch.optim.SGD):
 
 
 class KeepsObjects(torch.optim.SGD):
-    """Has a queue in an object of its own, with tensors that no state dict has."""
+    """An optimizer with a queue in a separate object, with tensors that no state dict has."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -80,7 +80,7 @@ def with_own_step(params: Any) -> torch.optim.Optimizer:
         (Guarded, "cannot be offloaded exactly"),
         (HoldsModel, r"holds a module \(its attribute 'model'"),
         (KeepsObjects, "'own'. is a Queue that holds tensors"),
-        (with_own_step, r"a step\(\) was set on this very object"),
+        (with_own_step, r"optimizer\.step has been replaced on this object"),
     ],
 )
 def test_what_cannot_be_seen_is_refused_by_name_and_untouched(
@@ -240,7 +240,9 @@ def test_a_retry_with_other_gradients_is_refused(faultfs: Any, offloaded: Any) -
     kept = [param.grad for param in params]
     versions = [None if grad is None else grad._version for grad in kept]
     drive.zero_grad()
-    with pytest.raises(OffloadError, match="is not the one that it had"):
+    with pytest.raises(
+        OffloadError, match="has been replaced, removed or modified since the step began"
+    ):
         drive.retry()
     for param, grad in zip(params, kept, strict=True):
         param.grad = grad
@@ -321,7 +323,7 @@ def test_state_of_several_dtypes_is_saved_in_its_own_bytes(
 
 
 def test_nothing_but_the_optimizer_keeps_it(offloaded: Any, directory: Path) -> None:
-    """It goes with its last reference, without the collector."""
+    """It is freed with its last reference, without the garbage collector."""
     import gc
     import weakref
 

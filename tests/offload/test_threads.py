@@ -1,4 +1,4 @@
-"""How many threads step: one where the drive is waited for, all where nothing is, and never another result."""
+"""The number of threads of a step: one if it waits for the drive, otherwise all; the result is always the same."""
 
 import threading
 
@@ -35,7 +35,7 @@ def slow(faultfs):
 
 @pytest.fixture
 def _waiting(monkeypatch):
-    """Steps that seem to wait for nothing but the drive, however busy the machine is."""
+    """Make all steps appear to wait only for the drive, independent of the machine's load."""
     note = StepThreads.note
     monkeypatch.setattr(StepThreads, "note", lambda threads, *_: note(threads, 1.0, 1.0))
 

@@ -1,4 +1,4 @@
-"""A model on drives is trained as one in memory: losses, parameters, buffers and state are equal bit for bit."""
+"""Training a model on drives gives the same losses, parameters, buffers and state as in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tensorferry.offload import (
     slabs,
     trained,
 )
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 from tensorferry.offload.training import Plan, Training
 from tests.offload.test_memory import memory
 from tests.offload.trainings import (
@@ -218,7 +218,7 @@ def test_state_dicts_go_both_ways(pair: Any, directory: Path) -> None:
     snapshot = {name: value.clone() for name, value in run.model.state_dict().items()}
     kept = run.model.state_dict()
     train(run)
-    assert same(kept, snapshot)  # it stays as it is while training goes on
+    assert same(kept, snapshot)  # further training does not change it
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(optimizer)
     run.random.set_state(expected.random.get_state())
@@ -251,7 +251,7 @@ def test_a_model_begins_in_files_and_is_saved_to_files(directory: Path) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and what is learned beside it."""
+    """A model with a frozen layer and trained ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ def test_clipping_by_other_norms_and_several_times(pair: Any) -> None:
     assert_same(*both)
 
 
-# What a pass may not do, or must do right
+# Passes that are refused, or have to be exact
 
 
 class Holder(Stack):
@@ -532,7 +532,7 @@ def test_passes_in_several_threads_are_refused(pair: Any) -> None:
     losses[0].backward()
     handle.remove()
     assert [str(each)[:33] for each in failures] == ["a backward pass has begun before "]
-    with pytest.raises(RuntimeError, match="gradients are not whole"):
+    with pytest.raises(RuntimeError, match="gradients are incomplete"):
         run.optimizer.step()
     run.optimizer.zero_grad()
     train(run)
@@ -575,7 +575,7 @@ def test_gradients_and_parameters_on_drives_are_refused_by_name(pair: Any) -> No
     model.zero_grad()
     assert weight.grad is None
     model.to("cpu").float()
-    for number in range(2):  # a step forgets gradients, and says so
+    for number in range(2):  # a step drops gradients, with a warning
         train(run, steps=1)
         run.forward_and_backward()
         optimizer.step()
@@ -597,7 +597,7 @@ def test_what_cannot_be_trained_is_refused_before_anything(directory: Path) -> N
     refused(TypeError, "blocks", blocks=["a"])
     refused(ValueError, r"blocks\[0\]: this Linear is not in the model", blocks=[nn.Linear(1, 1)])
     refused(ValueError, "is within", model=model, blocks=[model.blocks[0], model.blocks[0].up])
-    refused(ValueError, "the model itself", model=model, blocks=[model])
+    refused(ValueError, "this is the whole model", model=model, blocks=[model])
     refused(MemoryBudgetError, "bytes are too few", memory_budget=4096)
     refused(
         ValueError,
@@ -629,7 +629,7 @@ def both(pair: Any, faultfs: Any) -> tuple[Run, Run]:
 
 
 def whole(expected: Run, run: Run) -> None:
-    """Check that training goes on as in memory."""
+    """Check that the training continues as in memory."""
     train(expected, run)
     assert_same(expected, run)
 
@@ -687,7 +687,7 @@ def test_a_drive_that_does_not_write(both: tuple[Run, Run], faultfs: Any) -> Non
     with pytest.raises((tensorferry.StorageError, OffloadError)):
         iterations()
     faultfs.clear()
-    # Nothing is lost: what could not be written is in memory, and a backward pass that failed is done again.
+    # No data are lost: unwritten data are in memory, and a failed backward pass is repeated.
     finished = run.optimizer.steps > expected_steps(expected) - 1
     if not finished:
         with contextlib.suppress(OffloadError):
@@ -736,7 +736,7 @@ def test_an_exception_in_the_middle_of_a_pass(pair: Any, where: str, early: bool
         run.train(1)
     handle.remove()
     if early and where != "forward":
-        # Some parameters are stepped, and gradients for the others will not come.
+        # Some parameters are stepped, and the others will not get gradients.
         for call in (
             run.optimizer.step,
             run.optimizer.retry,
@@ -750,7 +750,7 @@ def test_an_exception_in_the_middle_of_a_pass(pair: Any, where: str, early: bool
                 call()
         return
     with (
-        pytest.raises(RuntimeError, match="not whole")
+        pytest.raises(RuntimeError, match="incomplete")
         if where != "forward"
         else contextlib.nullcontext()
     ):
@@ -763,7 +763,7 @@ def test_an_exception_in_the_middle_of_a_pass(pair: Any, where: str, early: bool
 
 
 def committed(directory: str, steps: int, early: bool) -> None:
-    """Train with commits, and say of each step that it is done; run by the test of kills."""
+    """Train with commits, and print each completed step; the test of kills runs this function."""
     torch.set_num_threads(1)
     run = Run(
         *(Transformer, ADAMW, Path(directory)),
@@ -846,7 +846,7 @@ def test_a_commit_is_found_where_ranks_are_one(directory: Path) -> None:
 
 
 def larger(directory: str) -> dict[str, int]:
-    """Train a model that begins in a file, in less memory than its parameters take."""
+    """Train a model from a file, in less memory than its parameters need."""
     from tensorferry.safetensors.torch import save_file
 
     torch.set_num_threads(1)
@@ -862,7 +862,7 @@ def larger(directory: str) -> dict[str, int]:
     with torch.device("meta"):
         large = model()
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
     budget = 64 << 20
     large, optimizer = offload_training(
         *(large, torch.optim.AdamW(large.parameters(), fused=True), Path(directory) / "training"),
@@ -882,5 +882,25 @@ def larger(directory: str) -> dict[str, int]:
 
 def test_memory_is_the_budget_and_what_a_block_computes(directory: Path) -> None:
     told = child.call(f"{__name__}:larger", directory=str(directory)).result
-    # All would be 640 MiB, and gradients that add up in the heap 160; beside the budget are imports, and 32 of these.
+    # All state would be 640 MiB, and gradients that accumulate in the heap 160 MiB. In addition to the budget there are
+    # imports, and 32 MiB of gradients.
     assert told["peak"] < told["budget"] + (96 << 20)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_needed_memory_does_not_grow_with_the_number_of_blocks(
+    tmp_path: Path, optimizer: Any
+) -> None:
+    needed = []
+    for count in (8, 64):
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(count)))
+        with pytest.raises(MemoryBudgetError) as caught:
+            offload_training(
+                model,
+                optimizer(model.parameters(), lr=0.1),
+                tmp_path,
+                memory_budget="1KiB",
+                blocks=list(model),
+            )
+        needed.append(caught.value.needed_nbytes)
+    assert needed[1] < 1.5 * needed[0]

@@ -1,4 +1,4 @@
-"""stream_weights(): a model gives what it gives in memory, whatever the budget; and of its weights no more is there."""
+"""stream_weights(): a model computes the same as in memory with any budget, and its weights stay within the budget."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tensorferry.offload import (
     stream_weights,
     streaming,
 )
-from tensorferry.offload.absent import Absent
-from tensorferry.offload.arena import Arena, rounded
+from tensorferry.offload.absent import AbsentParameter
+from tensorferry.offload.arena import Arena, round_to_pages
 from tensorferry.safetensors import SafetensorError
 from tensorferry.transfer import pipeline
 from tests.safetensors.files import bytes_of, written
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """What is tied, used twice, of a module without forward(), of torch's own kinds, or a buffer."""
+    """A model with tied weights, modules used twice or without forward(), torch's own modules, and buffers."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_results_are_those_in_memory(stored: tuple[Model, Path], share: float) -
         assert stats["memory_nbytes"] <= budget
         assert stats["kept_nbytes"] <= budget
         assert stats["weights_nbytes"] == total + whole.shift.nbytes
-        assert all(isinstance(param, Absent) for param in model.parameters())
+        assert all(isinstance(param, AbsentParameter) for param in model.parameters())
     assert not any(name == "forward" for name in vars(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.head.weight is model.embedding.weight
@@ -163,7 +163,7 @@ def test_a_pass_reads_what_the_budget_cannot_keep_and_nothing_else(
         kept = stream.stats()["kept_nbytes"]
         assert kept >= total // 8
         assert read[0] <= 1.4 * total
-        # Passes begin with what the one before has read ahead; each weight is read in whole pages.
+        # A pass begins with the weights that the previous one has read ahead; each weight is read in whole pages.
         assert sum(read[2:]) / 4 <= 1.05 * (used - kept)
         assert stream.stats()["unexpected_steps"] > 0
         unexpected = stream.stats()["unexpected_steps"]
@@ -181,7 +181,7 @@ def test_another_control_flow_costs_time_only(stored: tuple[Model, Path]) -> Non
             assert torch.equal(model(tokens(seed), skip), whole(tokens(seed), skip))
             with suppress(ZeroDivisionError):
                 model(tokens(), stop_at=rng.randint(0, 5))
-            if seed % 4 == 0:  # parts of it, by themselves
+            if seed % 4 == 0:  # parts of the model, called directly
                 x = torch.randn(1, 3, WIDTH)
                 assert torch.equal(model.blocks[seed % 6](x), whole.blocks[seed % 6](x))
                 assert torch.equal(model.unused(x), whole.unused(x))
@@ -222,10 +222,17 @@ def test_files_that_do_not_fit_are_refused(stored: tuple[Model, Path], directory
         with pytest.raises(ValueError, match=match):
             stream_weights(empty(), path, memory_budget="9MiB")
 
-    refused(r"lack shift, embedding\.weight or head\.weight", embedding__weight=None, shift=None)
-    refused(r"shared\.bias is \[7\], not \[256\]", shared__bias=torch.zeros(7))
+    refused(
+        r"missing tensors: shift, embedding\.weight or head\.weight",
+        embedding__weight=None,
+        shift=None,
+    )
+    refused(
+        r"shared\.bias has shape \[7\] in the files and \[256\] in the model",
+        shared__bias=torch.zeros(7),
+    )
     save_file({**state, "more": torch.zeros(3)}, path)
-    with pytest.warns(UserWarning, match="no place for more"):
+    with pytest.warns(UserWarning, match="no parameters or buffers with the names more"):
         stream_weights(empty(), path, memory_budget="9MiB").close()
     save_file(state, path)
     with pytest.raises(MemoryBudgetError, match="LSTM") as caught:
@@ -304,7 +311,7 @@ def test_real_parameters_are_given_up(stored: tuple[Model, Path]) -> None:
     wanted = whole(tokens())
     model = Model()
     with stream_weights(model, directory, memory_budget="9MiB"):
-        assert all(isinstance(param, Absent) for param in model.parameters())
+        assert all(isinstance(param, AbsentParameter) for param in model.parameters())
         assert torch.equal(model(tokens()), wanted)
     assert model.head.weight is model.embedding.weight
     assert model.shift.abs().sum() > 0
@@ -412,7 +419,7 @@ def test_inputs_without_values_are_refused(stored: tuple[Model, Path]) -> None:
 
 
 class Held(nn.Module):
-    """It has a tensor that torch knows nothing of."""
+    """The model has a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self, held: Any = None, *, one: bool = False) -> None:
         super().__init__()
@@ -427,7 +434,7 @@ class Held(nn.Module):
 
 
 def test_tensors_that_would_stay_as_they_are_are_refused(directory: Path) -> None:
-    """On the meta device they have no values; a parameter in a list would keep what it had before."""
+    """They have no values on the meta device; a parameter in a list would keep its old value."""
     whole = Held()
     save_file(whole.state_dict(), directory / "x.safetensors")
 
@@ -439,7 +446,7 @@ def test_tensors_that_would_stay_as_they_are_are_refused(directory: Path) -> Non
         with pytest.raises(ValueError, match=r"held.*meta device"):
             stream(Held(held))
     for device in ("meta", "cpu"):
-        with torch.device(device), pytest.raises(ValueError, match=r"held.*hold parameters"):
+        with torch.device(device), pytest.raises(ValueError, match=r"held.*refer to parameters"):
             stream(Held(one=True))
     x = torch.randn(2, 8)
     with torch.device("meta"):
@@ -476,7 +483,7 @@ def test_what_is_streamed_already_is_refused_in_a_larger_model(stored: tuple[Mod
 def test_names_of_a_tied_parameter_are_one(
     directory: Path, recwarn: pytest.WarningsRecorder, seed: int
 ) -> None:
-    """Other shapes are refused, other values warned of; what is used is what load_state_dict would have last."""
+    """Other shapes are refused, and other values cause a warning; the last value is used, as by load_state_dict."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -503,17 +510,25 @@ def test_names_of_a_tied_parameter_are_one(
     x = torch.randn(2, 8)
     with stream_weights(model, path, memory_budget="1MiB"):
         assert torch.equal(model(x), whole(x))
-    warned = [str(one.message) for one in recwarn if "other values" in str(one.message)]
-    differ = any(not torch.equal(one, other) for one in state.values() for other in state.values())
-    assert len(warned) == differ
+    warned = [str(one.message) for one in recwarn if "different values" in str(one.message)]
+    used = max(given, key=names.index)
+    differing = [
+        name for name in names if name in state and not torch.equal(state[name], state[used])
+    ]
+    assert len(warned) == bool(differing)
     if warned:
-        assert all(name in warned[0] for name in given if name in warned[0].split(" are one")[0])
+        expected = ", ".join(f"{name} and {used} ({used} is used)" for name in differing)
+        assert f"different values in the files: {expected}. " in warned[0]
     for dtype in (torch.float16, torch.bfloat16):
         save_file({names[0]: values[0], names[1]: values[0].to(dtype)}, path)
-        with pytest.warns(UserWarning, match=r"second\.weight and first\.weight.*other values"):
+        with pytest.warns(
+            UserWarning, match=r"first\.weight and second\.weight \(second\.weight is used\)"
+        ):
             stream_weights(model, path, memory_budget="1MiB").close()
     save_file({names[0]: values[0], names[2]: torch.zeros(9, 8)}, path)
-    with pytest.raises(ValueError, match=r"third\.weight is \[9, 8\], not \[8, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"third\.weight has shape \[9, 8\] in the files and \[8, 8\]"
+    ):
         stream_weights(model, path, memory_budget="1MiB")
 
 
@@ -528,7 +543,7 @@ def test_a_tied_parameter_is_compared_to_its_last_byte(directory: Path) -> None:
         stream_weights(model, directory, memory_budget="16MiB").close()
     other[-1] = 1
     save_file({"one": weight, "two": other}, directory / "x.safetensors")
-    with pytest.warns(UserWarning, match="two and one are one parameter"):
+    with pytest.warns(UserWarning, match=r"one and two \(two is used\)"):
         stream_weights(model, directory, memory_budget="16MiB").close()
 
 
@@ -671,7 +686,7 @@ def test_a_compiled_model_streams_outside_of_the_graph(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_streamed_model_is_not_traced(stored: tuple[Model, Path]) -> None:
-    """What is recorded would have memory in it that goes round."""
+    """A trace would refer to memory that the stream reuses."""
     whole, directory = stored
     model = empty()
     with stream_weights(model, directory, memory_budget="9MiB"):
@@ -744,7 +759,7 @@ def test_a_part_is_refused_while_another_thread_runs_the_model(stored: tuple[Mod
         assert "another thread" in said[0]
         hook.remove()
         model.blocks[2].register_forward_hook(lambda *_: stream.close())
-        with pytest.raises(RuntimeError, match="the model runs"):
+        with pytest.raises(RuntimeError, match="the model is running in this thread"):
             model(tokens())
 
 
@@ -837,7 +852,7 @@ def test_a_file_that_cannot_be_read_is_told_and_the_next_pass_may_succeed(
             [model(tokens()) for _ in range(3)]
         with open(path, "r+b") as file:
             file.write(content)
-        with contextlib.suppress(OSError):  # of what was read ahead meanwhile
+        with contextlib.suppress(OSError):  # an error of the read-ahead
             model(tokens())
         for _ in range(3):
             assert torch.equal(model(tokens()), wanted)
@@ -967,7 +982,7 @@ class _Aliased(dict[str, Any]):
         return self.weights["embedding.weight" if name == "head.weight" else name]
 
 
-# What needs no model: arithmetic
+# Arithmetic without a model
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -1041,7 +1056,7 @@ def test_arena_never_gives_a_byte_twice() -> None:
         at = arena.take(number, nbytes, stays=rng.random() < 0.3)
         if at is None:
             continue
-        end = at + rounded(nbytes)
+        end = at + round_to_pages(nbytes)
         assert 0 <= at <= end <= arena.nbytes
         assert all(end <= begin or stop <= at for begin, stop in held.values())
         held[number] = (at, end)

@@ -1,4 +1,4 @@
-"""stream_weights() and the libraries whose models it streams: transformers, which packs experts, and peft's LoRA."""
+"""stream_weights() with models of libraries: transformers, which packs experts, and peft's LoRA."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_model_of_transformers_without_its_head(directory: Path) -> None:
     whole = whole_of(config)
     whole.save_pretrained(directory)
     model = empty_of(config, "AutoModel")
-    with pytest.warns(UserWarning, match=r"no place for lm_head\.weight"):
+    with pytest.warns(UserWarning, match=r"with the names lm_head\.weight"):
         stream = stream_weights(model, directory, memory_budget="1MiB")
     with stream, torch.no_grad():
         assert torch.equal(model(ids()).last_hidden_state, whole.model(ids()).last_hidden_state)
@@ -132,15 +132,15 @@ def test_experts_that_do_not_fit_are_refused(directory: Path) -> None:
     packed = r"layers\.1\.mlp\.experts\.gate_up_proj"
     refused(packed, without(name))
     refused(
-        rf"{packed} is \[2, 96, 32\], not \[3, 96, 32\]",
+        rf"{packed} has shape \[2, 96, 32\] in the files and \[3, 96, 32\] in the model",
         without(name, f"{experts}.1.w3.weight"),
     )
     refused(packed, {**state, name: state[name][:-1].clone()})
-    refused(f"{packed}.*other shapes", {**state, name: state[name][:, :-1].clone()})
-    refused(f"{packed}.*other dtypes", {**state, name: state[name].half()})
-    refused(f"lack.*{packed}", without(*(each for each in state if each.startswith(experts))))
+    refused(f"{packed}.*different shapes", {**state, name: state[name][:, :-1].clone()})
+    refused(f"{packed}.*different dtypes", {**state, name: state[name].half()})
+    refused(f"missing.*{packed}", without(*(each for each in state if each.startswith(experts))))
     gate = state["model.layers.1.block_sparse_moe.gate.weight"].clone()
-    refused("are both the model's", {**state, "model.layers.1.mlp.gate.weight": gate})
+    refused("both map to the model's", {**state, "model.layers.1.mlp.gate.weight": gate})
 
 
 def test_what_transformers_computes_rather_than_moves_is_refused(directory: Path) -> None:
@@ -159,7 +159,9 @@ def test_what_transformers_computes_rather_than_moves_is_refused(directory: Path
     name = next(name for name in state if name.endswith("experts.gate_up_proj"))
     state[name] = state[name].transpose(1, 2).contiguous()
     save_file(state, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name} of {name}, by Transpose.*cannot be streamed"):
+    with pytest.raises(
+        ValueError, match=rf"{name} from {name}, with Transpose.*cannot be streamed"
+    ):
         stream_weights(model.requires_grad_(False), directory, memory_budget="64MiB")
 
 

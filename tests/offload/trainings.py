@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorferry.offload import MemoryBudgetError, offload_training
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Batch norm, whose statistics must change once a pass, also within blocks that run twice."""
+    """A model with batch norm; its statistics must change once in each pass, also within blocks that run twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert; some experts get none, and no gradient."""
+    """A mixture of experts: each token uses one expert, and experts without tokens get no gradient."""
 
     def __init__(self, count: int = 6) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def least(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, **options: Any
 ) -> int:
-    """Return the least budget; nothing changes."""
+    """Return the smallest possible budget, without changing the training."""
     try:
         offload_training(model, optimizer, directory, memory_budget=4096, **options)
     except MemoryBudgetError as error:

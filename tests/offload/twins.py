@@ -2,9 +2,9 @@
 
 import torch
 
-from tensorferry.offload.counted import same
+from tensorferry.offload.optimizer_snapshot import same
 
-# As many elements in all as make several slots, and none too large for one where parameters must stay whole.
+# Together these shapes fill several slots, and each one fits into a slot, for optimizers that need whole parameters.
 SMALL = 192 << 10  # a budget of several slots, for less than half of their state
 SHAPES = [(60, 100), (17,), (64, 64), (), (8000,), (80, 100), (20, 400), (40, 200), (8000,)]
 MATRICES = [(60, 100), (64, 64), (80, 100), (20, 400), (40, 200), (100, 80), (400, 20)]
@@ -56,7 +56,7 @@ class Gradients:
         self.steps = 0
 
     def give(self):
-        """Give each parameter its next gradient, or none where it is missing."""
+        """Set the next gradient of each parameter, or None for parameters without one."""
         for index, params in enumerate(zip(*self.lists, strict=True)):
             grad = torch.randn(params[0].shape, generator=self.random).to(params[0].dtype)
             for param in params:
@@ -78,7 +78,7 @@ def assert_equal(wanted, params):
 
 
 def assert_same_state(wanted, optimizer):
-    """Compare what state_dict() gives, bit for bit."""
+    """Compare the results of state_dict(), bit for bit."""
     wanted, got = wanted.state_dict(), optimizer.state_dict()
     assert wanted["param_groups"] == got["param_groups"]
     assert wanted["state"].keys() == got["state"].keys()

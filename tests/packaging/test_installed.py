@@ -1,4 +1,4 @@
-"""That an installed package works, whatever else is there. Runs with pytest, or by itself: python test_installed.py."""
+"""Checks that an installed package works in any environment: with pytest, or alone as python test_installed.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `pip install` gives a user: a wheel that works alone, sources that say what they miss.
+"""The results of `pip install`: a wheel that works alone, and sources that report missing requirements.
 
-TENSORFERRY_WHEEL names a wheel that is there already; without it, one is built here.
+TENSORFERRY_WHEEL names an existing wheel; without it, the tests build one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What every Linux with a C++ runtime has; nothing else may be needed, liburing least of all.
+# The libraries of every Linux with a C++ runtime. The package must not need any other, such as liburing.
 SYSTEM_LIBRARIES = {"libc", "libm", "libgcc_s", "libstdc++", "libpthread", "libdl", "librt"} | {
     "ld-linux-x86-64",
     "ld-linux-aarch64",
 }
-EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}  # what is built at different times is the same under it
+EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}  # makes builds at different times equal
 
 MOVE_A_FILE = """
 import sys
@@ -83,7 +83,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that holds the wheel and nothing else."""
+    """Return a virtual environment that contains only the wheel."""
     venv = tmp_path_factory.mktemp("empty") / "venv"
     made = run(sys.executable, "-m", "venv", venv)
     assert made.returncode == 0, made.stdout
@@ -95,7 +95,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bare_environment(venv: Path) -> dict[str, str]:
-    """An environment in which no compiler, and nothing of this one's settings, can be found."""
+    """Return an environment without a compiler and without the settings of this one."""
     return {"PATH": str(venv / "bin"), "HOME": str(venv), "LC_ALL": "C.UTF-8"}
 
 
@@ -138,7 +138,7 @@ def test_wheel_holds_types_and_license_and_bundles_no_library(wheel: Path) -> No
     names = [line.split()[0] for line in listing.stdout.splitlines()[1:]]
     assert "tensorferry/py.typed" in names
     assert "tensorferry/_core.pyi" in names
-    # Of all that the core is linked with.
+    # The license of each library that the core is linked with.
     parts = ["libdeflate/COPYING", "liburing/LICENSE", "nanobind/LICENSE", "robin_map/LICENSE"]
     for license_file in ("LICENSE", *(f"third_party/{part}" for part in parts)):
         assert any(name.endswith(f"/licenses/{license_file}") for name in names)
@@ -165,7 +165,7 @@ print(said.get_payload())
     assert links
     assert [
         link for link in links if not link.startswith("https://")
-    ] == []  # nothing beside it on PyPI
+    ] == []  # the page on PyPI has no files next to it
 
 
 def test_the_core_does_not_know_where_it_was_built(installed: Path) -> None:
@@ -189,7 +189,7 @@ def test_make_wheel_ends_at_a_wheel_that_does_not_work(wheel: Path, tmp_path: Pa
             if name != "tensorferry/transfer/futures.py":
                 archive.writestr(name, content)
     with pytest.raises(SystemExit, match=r"test_installed\.py"):
-        build_wheels.try_wheel(sys.executable, broken)
+        build_wheels.check_wheel(sys.executable, broken)
 
 
 def test_wheel_holds_every_module_as_it_is_in_the_sources(wheel: Path) -> None:
@@ -211,7 +211,7 @@ def test_an_example_of_each_module_in_the_docs_runs_with_the_wheel(
 ) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    # Where wheels are tested alone there is no conftest.py, and no torch.
+    # The fixture is requested here, because tests of wheels alone run without conftest.py and torch.
     directory = request.getfixturevalue("directory")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv = tmp_path / "venv"
@@ -220,8 +220,8 @@ def test_an_example_of_each_module_in_the_docs_runs_with_the_wheel(
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", venv / "bin/python"]
     done = run(*pip, "install", "--no-index", wheel)
     assert done.returncode == 0, done.stdout
-    # What examples need beside it is that of this environment, whose own .pth files, the editable install's among
-    # them, are not read there.
+    # The examples use the other packages of this environment. Its own .pth files, such as that of the editable install,
+    # are not read there.
     (site_packages,) = venv.glob("lib/python*/site-packages")
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     python = warm.python("torch", interpreter=str(venv / "bin/python"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def returncode(command: Sequence[str | Path], directory: Path, number: signal.Signals) -> int:
-    """Start a program, send it a signal once it has a file in a folder of its own, and return how it ends."""
+    """Start a program, send it a signal once its scratch folder has a file, and return its exit status."""
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 300

@@ -1,7 +1,7 @@
-"""Defects that tests must notice: one at least for each invariant of ARCHITECTURE.md. `make mutants` tries them all.
+"""Defects that the tests must detect, at least one for each invariant of ARCHITECTURE.md; `make mutants` tries them.
 
-Add one where a defect was missed: its text must be in the file once, and its tests are those of what the file is part
-of, as few as notice it.
+Add a mutant for each defect that the tests have missed. Its text must occur once in its file. Name as few tests as
+possible, from the part of the suite that belongs to the file.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Mutant:
     Attributes
     ----------
     name : str
-        What goes wrong.
+        The fault that the mutant has.
     invariant : str
-        What no longer holds, as in ARCHITECTURE.md's table if it is there.
+        The invariant that no longer holds, worded as in ARCHITECTURE.md's table if it is there.
     file : str
-        Where.
+    The path of the source file.
     old, new : str
-        What stands there, and what would be wrong.
+        The source text, and its faulty replacement.
     tests : tuple of str
-        Who must notice: pytest's names, or tests/cpp/FILE::TEST CASE.
+        The tests that must fail: pytest's names, or tests/cpp/FILE::TEST CASE.
     """
 
     name: str
@@ -40,30 +40,38 @@ def _mutant(name: str, invariant: str, file: str, old: str, new: str, *tests: st
 
 
 _STRIPED = (
-    "a transfer of a striped file begins on all its drives or on none, "
-    "and no file of it ends before its share of the whole"
+    "a transfer of a striped file begins on all its drives or on none, and none of its "
+    "files is shorter than its share"
 )
 
 _AHEAD = (
-    "a reader delivers every read, in order, whatever interrupts it, "
-    "and has no more on its way than the read-ahead"
+    "a pipeline delivers every read, in order, whatever interrupts it, and has no more in"
+    " flight than the read-ahead"
 )
 
-_EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it is refused"
+_EXACT = "an offloaded optimizer gives the same result as in memory, bit for bit, or is refused"
 
 _EMBEDDED = (
-    "an embedding on a drive gives the rows of its table, in memory of the caller's own, or raises"
+    "an embedding on a drive returns the rows of its table, in memory that only the "
+    "caller uses, or raises"
 )
 
-_WRITTEN = "what users write into an offloaded optimizer's state, or into a parameter beside its master, counts"
+_WRITTEN = (
+    "a user's changes to an offloaded optimizer's state, or to a parameter with a master "
+    "copy, take effect"
+)
 
-_DEQUANTISED = "a quantised tensor's values are those of its codes, each with its own block's scale, or an error"
+_DEQUANTISED = (
+    "a quantised tensor's values are computed from its codes, each with its own block's "
+    "scale, or an error is raised"
+)
 
 _MIRRORED = (
-    "a bucket holds a whole checkpoint at every moment, and nothing of others is removed from it"
+    "a bucket holds a complete checkpoint at every moment, and only objects of ours are "
+    "removed from it"
 )
 
-_ROWS = "rows of a table are those of the numbers that were given, or an error"
+_ROWS = "a gather returns the rows of the given numbers, or an error"
 
 MUTANTS = [
     _mutant(
@@ -92,7 +100,7 @@ MUTANTS = [
     ),
     _mutant(
         "the-commit-before-goes-with-the-next-one",
-        "ranks that are killed between their commits go on from one step",
+        "ranks that are killed between their commits resume from the same step",
         "src/tensorferry/offload/optimizer.py",
         "keep_previous=self._keeps_previous and ranks() > 1",
         "keep_previous=False",
@@ -111,7 +119,7 @@ MUTANTS = [
         "buckets-count-their-steps-one-after-the-other",
         _EXACT,
         "src/tensorferry/offload/lending.py",
-        "        if self._after is not None or expected is not None:\n            self._snapshot.restore()\n",
+        "        if self._values_after is not None or expected is not None:\n            self._snapshot.restore()\n",
         "",
         "tests/offload/test_exact.py::test_replaced_late_and_nested_state_and_counters",
     ),
@@ -151,7 +159,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-step-goes-on-with-other-gradients",
-        "an offloaded step is whole, or known to be half done",
+        "an offloaded step is complete, or known to be partial",
         "src/tensorferry/offload/optimizer.py",
         "                if changed is not None:",
         "                if False:",
@@ -159,7 +167,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-failed-write-counts-as-stored",
-        "an offloaded step is whole, or known to be half done",
+        "an offloaded step is complete, or known to be partial",
         "src/tensorferry/offload/residency.py",
         "                failure = failure or error\n                continue\n",
         "                failure = failure or error\n",
@@ -167,7 +175,7 @@ MUTANTS = [
     ),
     _mutant(
         "new-state-stays-in-the-heap",
-        "swapped state is in one arena, never more than the budget",
+        "swapped state is in one arena, which never exceeds the budget",
         "src/tensorferry/offload/lending.py",
         "            del state\n            trim_heap()\n",
         "            pass\n",
@@ -183,7 +191,7 @@ MUTANTS = [
     ),
     _mutant(
         "failed-write-forgets-what-was-there",
-        "a store's write damages nothing that is stored",
+        "a store's write never damages stored data",
         "src/tensorferry/store/tensor_store.py",
         "Version(info, pieces, self._names.get(name))",
         "Version(info, pieces, None)",
@@ -191,7 +199,7 @@ MUTANTS = [
     ),
     _mutant(
         "pieces-are-free-while-they-are-mapped",
-        "a store's write damages nothing that is stored",
+        "a store's write never damages stored data",
         "src/tensorferry/store/tensor_store.py",
         "                kept.append(piece)\n",
         "",
@@ -199,7 +207,7 @@ MUTANTS = [
     ),
     _mutant(
         "read-does-not-wait-for-the-write-before-it",
-        "a store's read gets the last write begun before it",
+        "a store's read returns the last write begun before it",
         "src/tensorferry/store/transfers.py",
         "if write is not None and not write.done():",
         "if write is not None and write.done() is None:",
@@ -207,7 +215,7 @@ MUTANTS = [
     ),
     _mutant(
         "segments-of-a-snapshot-are-written-again",
-        "a snapshot or commit is whole, or is not there",
+        "a snapshot or commit is complete or absent",
         "src/tensorferry/store/segments.py",
         "        segment.frozen = True\n        ranges = self._space.drop(segment.number)\n",
         "        ranges: list[tuple[int, int]] = []\n",
@@ -215,7 +223,7 @@ MUTANTS = [
     ),
     _mutant(
         "commit-keeps-nothing",
-        "a snapshot or commit is whole, or is not there",
+        "a snapshot or commit is complete or absent",
         "src/tensorferry/store/tensor_store.py",
         "self._committed = [contents]",
         "self._committed = []",
@@ -223,7 +231,7 @@ MUTANTS = [
     ),
     _mutant(
         "compaction-does-not-verify",
-        "compaction loses and breaks nothing",
+        "compaction loses and damages nothing",
         "src/tensorferry/store/compaction.py",
         "found[piece.segment][piece] = name, None if chunks is None else chunks[at]",
         "found[piece.segment][piece] = name, None",
@@ -231,16 +239,17 @@ MUTANTS = [
     ),
     _mutant(
         "nothing-is-sparse",
-        "a store has at most twice the bytes that are wanted and 64 MiB, beside what was reserved",
-        "src/tensorferry/store/room.py",
+        "a store uses at most twice the bytes of its tensors and 64 MiB, in addition to "
+        "reserved space",
+        "src/tensorferry/store/allocator.py",
         "if excess <= most_nbytes or 2 * segment.used_nbytes >= segment.held_nbytes:",
         "if excess <= most_nbytes or segment.held_nbytes:",
         "tests/store/test_compaction.py::test_what_is_deleted_gives_its_space_back[10]",
     ),
     _mutant(
         "writes-wait-for-the-directory-that-grows",
-        "a slow directory stops no transfer of the others",
-        "src/tensorferry/store/room.py",
+        "a slow directory delays no transfer of the others",
+        "src/tensorferry/store/allocator.py",
         "                if not directory.is_growing:\n",
         "                if directory in order:\n",
         "tests/store/test_meetings.py::"
@@ -248,7 +257,7 @@ MUTANTS = [
     ),
     _mutant(
         "segments-of-another-stores-commit-are-leftovers",
-        "a store removes only its own files, and no commit's but after its own",
+        "a store removes only its own files, and those of a commit only after its own commit",
         "src/tensorferry/store/folder.py",
         "if match is None or match[1] in runs:",
         "if match is None or match[1]:",
@@ -256,7 +265,7 @@ MUTANTS = [
     ),
     _mutant(
         "new-store-removes-the-old-commit",
-        "a store removes only its own files, and no commit's but after its own",
+        "a store removes only its own files, and those of a commit only after its own commit",
         "src/tensorferry/store/folder.py",
         "(at, name) not in named",
         "at >= 0",
@@ -264,7 +273,7 @@ MUTANTS = [
     ),
     _mutant(
         "rank-hides-its-failure-from-those-it-reads-for",
-        "ranks that share reads hand on nothing that is damaged, and fail together",
+        "ranks that share reads pass on no damaged data, and fail together",
         "src/tensorferry/base/ranks.py",
         "vote.fill_(_FINE if failure is None else _FAILED)",
         "vote.fill_(_FINE)",
@@ -273,7 +282,7 @@ MUTANTS = [
     ),
     _mutant(
         "ranks-share-what-they-have-read-of-different-files",
-        "ranks that share reads hand on nothing that is damaged, and fail together",
+        "ranks that share reads pass on no damaged data, and fail together",
         "src/tensorferry/safetensors/ranks.py",
         "(each.node, each.versions) for each",
         "each.node for each",
@@ -281,7 +290,7 @@ MUTANTS = [
     ),
     _mutant(
         "readers-share-what-they-have-read-of-different-files",
-        "ranks that share reads hand on nothing that is damaged, and fail together",
+        "ranks that share reads pass on no damaged data, and fail together",
         "src/tensorferry/checkpoint/storage/sharing.py",
         "    _check_versions(offers)\n",
         "",
@@ -289,7 +298,7 @@ MUTANTS = [
     ),
     _mutant(
         "hooks-of-subclasses-are-passed-over",
-        "what a subclass changes of torch's classes counts",
+        "a subclass's changes to torch's classes take effect",
         "src/tensorferry/checkpoint/storage/hooks.py",
         "is not original",
         "is None",
@@ -298,7 +307,7 @@ MUTANTS = [
     ),
     _mutant(
         "ctrl-c-cancels-nothing",
-        "who is interrupted lets what has begun end, and nothing else",
+        "an interrupted call completes what has begun, and begins nothing else",
         "csrc/bindings/scheduler.cpp",
         "      if (request.core->fork_generation() == fork_generation()) request.core->cancel();\n      throw;",
         "      throw;",
@@ -330,7 +339,7 @@ MUTANTS = [
     ),
     _mutant(
         "many-does-not-wait-after-a-failure",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "src/tensorferry/transfer/requests.py",
         "                for request in requests.values():\n                    request.wait(None)\n            raise",
         "                pass\n            raise",
@@ -338,7 +347,7 @@ MUTANTS = [
     ),
     _mutant(
         "blocking-call-does-not-look-at-its-array-again",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "csrc/bindings/scheduler.cpp",
         "  if (is_moved(*found)) {",
         "  if (false) {",
@@ -347,15 +356,15 @@ MUTANTS = [
     ),
     _mutant(
         "future-keeps-the-memory-of-its-result",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "csrc/bindings/future.cpp",
-        "    keep = std::move(keep_);  // they go when the lock is free: a destructor may call back\n",
+        "    keep = std::move(keep_);  // destroyed after the lock is released: a destructor may call back\n",
         "",
         "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
     ),
     _mutant(
         "future-hides-its-array-from-the-garbage-collector",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "csrc/bindings/future.cpp",
         "  Py_VISIT(array_.ptr());\n",
         "",
@@ -363,7 +372,7 @@ MUTANTS = [
     ),
     _mutant(
         "loop-hears-of-what-another-awaits",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "csrc/bindings/future.cpp",
         "if (known.is_valid() && known().is(loop)) return listener;",
         "if (known.is_valid()) return listener;",
@@ -371,7 +380,7 @@ MUTANTS = [
     ),
     _mutant(
         "interrupted-wait-counts-what-it-has-not-waited-for",
-        "who is interrupted lets what has begun end, and nothing else",
+        "an interrupted call completes what has begun, and begins nothing else",
         "src/tensorferry/deepnvme/handles.py",
         "                self._pending[:0] = operations\n",
         "                pass\n",
@@ -380,7 +389,7 @@ MUTANTS = [
     ),
     _mutant(
         "closed-scheduler-admits",
-        "a submit that meets a close is finished, or refused",
+        "a submit during a close is either finished or refused",
         "csrc/transfer/scheduler.cpp",
         "  if (state_ != State::open) return Admission::closed;\n",
         "",
@@ -388,7 +397,7 @@ MUTANTS = [
     ),
     _mutant(
         "worker-blocks-on-the-page-cache",
-        "nothing that may block runs on a thread that drives a queue",
+        "no operation that may block runs on a thread that drives a queue",
         "csrc/transfer/worker.cpp",
         "  if (!block.direct_descriptor && blocks) return hand_to_helper(block);\n",
         "",
@@ -397,7 +406,7 @@ MUTANTS = [
     ),
     _mutant(
         "syncs-share-helpers-with-transfers",
-        "nothing that may block runs on a thread that drives a queue",
+        "no operation that may block runs on a thread that drives a queue",
         "csrc/transfer/request.cpp",
         "job.lane->help_to_sync(std::move(job.action))",
         "job.lane->help(std::move(job.action))",
@@ -405,7 +414,7 @@ MUTANTS = [
     ),
     _mutant(
         "requests-take-no-turns",
-        "nobody waits for all of another's request",
+        "requests share a queue fairly",
         "csrc/transfer/line.cpp",
         "  turn->left_nbytes -= std::min(turn->left_nbytes, nbytes);\n",
         "  (void)nbytes;\n",
@@ -413,7 +422,7 @@ MUTANTS = [
     ),
     _mutant(
         "small-requests-are-not-first",
-        "nobody waits for all of another's request",
+        "requests share a queue fairly",
         "csrc/transfer/line.cpp",
         "return request.nbytes() <= small_request_nbytes ? small : normal;",
         "return request.nbytes() <= 0 ? small : normal;",
@@ -421,7 +430,7 @@ MUTANTS = [
     ),
     _mutant(
         "small-requests-starve-others",
-        "nobody waits for all of another's request",
+        "requests share a queue fairly",
         "csrc/transfer/line.cpp",
         "if (served_[in] < blocks_before_the_next_class) return in;",
         "return in;",
@@ -429,7 +438,7 @@ MUTANTS = [
     ),
     _mutant(
         "all-devices-have-one-lane",
-        "a device that hangs holds up no call on another one",
+        "a device that hangs delays no call on another device",
         "csrc/file/file.h",
         "return in_memory_ ? 0 : regular_ ? file_system_ : identity_.first;",
         "return 0;",
@@ -438,7 +447,7 @@ MUTANTS = [
     ),
     _mutant(
         "all-classes-wait-behind-one-block",
-        "nobody waits for all of another's request",
+        "requests share a queue fairly",
         "csrc/transfer/worker.cpp",
         "      if (limit == Line::class_count) limit = in;\n",
         "      limit = Line::small;\n",
@@ -446,8 +455,8 @@ MUTANTS = [
     ),
     _mutant(
         "gpu-memory-does-not-wait-for-its-stream",
-        "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
-        "when its last copy into the GPU is",
+        "GPU memory is used only after the work queued on its stream, and a read is done only"
+        " after its last copy into the GPU",
         "csrc/transfer/scheduler.cpp",
         "    if (!passed || *passed) continue;\n",
         "    continue;\n",
@@ -456,8 +465,8 @@ MUTANTS = [
     ),
     _mutant(
         "read-is-done-before-its-copy-into-the-gpu",
-        "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
-        "when its last copy into the GPU is",
+        "GPU memory is used only after the work queued on its stream, and a read is done only"
+        " after its last copy into the GPU",
         "csrc/device/watcher.cpp",
         "      auto fault = copy->event.wait();\n",
         "      std::optional<Fault> fault;\n",
@@ -466,8 +475,8 @@ MUTANTS = [
     ),
     _mutant(
         "copies-wait-for-kernels-of-others",
-        "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
-        "when its last copy into the GPU is",
+        "GPU memory is used only after the work queued on its stream, and a read is done only"
+        " after its last copy into the GPU",
         "csrc/device/gpu.cpp",
         "constexpr unsigned stream_non_blocking = 1;",
         "constexpr unsigned stream_non_blocking = 0;",
@@ -476,7 +485,7 @@ MUTANTS = [
     ),
     _mutant(
         "owners-are-never-dropped",
-        "no worker touches Python",
+        "no worker uses Python",
         "csrc/bindings/scheduler.cpp",
         "  for (uint64_t id : core_->take_finished()) owners_->drop(id);\n",
         "  (void)core_->take_finished();\n",
@@ -485,7 +494,7 @@ MUTANTS = [
     ),
     _mutant(
         "edges-of-writes-share-pages-with-bodies",
-        "bytes of a file outside the range never change",
+        "bytes of a file outside the written range never change",
         "csrc/transfer/plan.cpp",
         "input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;",
         "input.offset_alignment;",
@@ -493,7 +502,7 @@ MUTANTS = [
     ),
     _mutant(
         "file-is-cut-behind-pieces-that-failed",
-        "bytes of a file outside the range never change",
+        "bytes of a file outside the written range never change",
         "csrc/transfer/request.cpp",
         "cut = !incomplete_.contains(use->file->identity());",
         "cut = true;",
@@ -501,7 +510,7 @@ MUTANTS = [
     ),
     _mutant(
         "size-is-set-with-the-blocks",
-        "a file never looks longer than its space",
+        "a file never looks longer than its reserved space",
         "csrc/file/file.cpp",
         "fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin)",
         "fallocate_retrying(descriptor(), 0, begin, end - begin)",
@@ -510,7 +519,7 @@ MUTANTS = [
     ),
     _mutant(
         "space-of-later-pieces-is-not-reserved",
-        "a file never looks longer than its space",
+        "a file never looks longer than its reserved space",
         "src/tensorferry/transfer/requests.py",
         "if continued is not None and begins and self._write:",
         "if False and continued is not None:",
@@ -520,8 +529,8 @@ MUTANTS = [
         "write-many-ignores-sync",
         "success means that close(2) and every sync succeeded",
         "src/tensorferry/transfer/requests.py",
-        "        self._how = write, truncate, sync, True, background\n",
-        "        self._how = write, truncate, False, True, background\n",
+        "        self._request_flags = write, truncate, sync, True, background\n",
+        "        self._request_flags = write, truncate, False, True, background\n",
         "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
     ),
     _mutant(
@@ -542,7 +551,7 @@ MUTANTS = [
     ),
     _mutant(
         "failed-fsync-is-a-success",
-        "every result of a system call is looked at",
+        "every result of a system call is checked",
         "csrc/file/file.cpp",
         '  return fault("fdatasync", sync_error_);\n',
         "  return std::nullopt;\n",
@@ -558,7 +567,8 @@ MUTANTS = [
     ),
     _mutant(
         "a-file-is-cut-at-once",
-        "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
+        "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
+        "file the file holds exactly one",
         "src/tensorferry/transfer/requests.py",
         "    transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)\n",
         "    file.truncate(nbytes)\n",
@@ -566,7 +576,8 @@ MUTANTS = [
     ),
     _mutant(
         "items-are-ordered-by-name",
-        "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
+        "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
+        "file the file holds exactly one",
         "src/tensorferry/transfer/requests.py",
         "        positions.setdefault(files.get(path, path), []).append(index)\n",
         "        positions.setdefault(path, []).append(index)\n",
@@ -575,7 +586,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-cut-comes-after-its-call-was-interrupted",
-        "who is interrupted lets what has begun end, and nothing else",
+        "an interrupted call completes what has begun, and begins nothing else",
         "csrc/transfer/request.cpp",
         "  if (!use.failed && use.cut && canceled()) fault",
         "  if (false) fault",
@@ -583,7 +594,7 @@ MUTANTS = [
     ),
     _mutant(
         "interrupted-calls-are-made-again-without-a-look-at-signals",
-        "who is interrupted lets what has begun end, and nothing else",
+        "an interrupted call completes what has begun, and begins nothing else",
         "csrc/transfer/scheduler.cpp",
         "        if (block.result == -EINTR && interruptions_are_returned) return step;\n",
         "",
@@ -594,7 +605,7 @@ MUTANTS = [
         "files-of-users-are-waited-for",
         "nothing grows without bound",
         "src/tensorferry/transfer/runtime.py",
-        "        if _core.files_of_requests()[0] <= _FEW_FILES or waiting.is_over:\n",
+        "        if _core.files_of_requests()[0] <= _MIN_REQUEST_FILES or waiting.is_over:\n",
         "        if waiting.is_over:\n",
         "tests/transfers/test_limits.py::test_files_that_are_open_already_wait_for_nobodys_descriptors[threads]",
     ),
@@ -602,7 +613,7 @@ MUTANTS = [
         "half-of-the-descriptors-is-no-limit",
         "nothing grows without bound",
         "src/tensorferry/transfer/runtime.py",
-        "        waiting = waiting or _WaitingForFiles(scheduler)\n        # Files",
+        "        waiting = waiting or _DescriptorWait(scheduler)\n        # If",
         "        break\n        # Files",
         "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
     ),
@@ -616,7 +627,7 @@ MUTANTS = [
     ),
     _mutant(
         "one-device-has-all-outstanding-transfers",
-        "a device that hangs holds up what is its own, and no call on another one",
+        "a device that hangs delays its own calls, and no call on another device",
         "csrc/transfer/scheduler.cpp",
         "const auto has_room = [](const Places& wanted) {\n    const size_t outstanding = wanted.lane->outstanding_;",
         "const auto has_room = [this](const Places& wanted) {\n    const size_t outstanding = outstanding_;",
@@ -632,16 +643,18 @@ MUTANTS = [
     ),
     _mutant(
         "what-was-read-ahead-of-a-write-is-given",
-        "what is read ahead of a safetensors file is bounded, and each tensor of it is given to one who asks",
-        "src/tensorferry/safetensors/ahead.py",
-        "        if self._coming and self._version != Version.of(self._source.file):\n",
+        "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
+        " caller",
+        "src/tensorferry/safetensors/read_ahead.py",
+        "        if self._reads and self._version != Version.of(self._source.file):\n",
         "        if False:\n",
         "tests/safetensors/test_opened.py::test_who_asks_after_a_write_gets_what_was_written",
     ),
     _mutant(
         "reads-ahead-have-no-bound",
-        "what is read ahead of a safetensors file is bounded, and each tensor of it is given to one who asks",
-        "src/tensorferry/safetensors/ahead.py",
+        "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
+        " caller",
+        "src/tensorferry/safetensors/read_ahead.py",
         "pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)",
         "pipeline.memory_nbytes = 1 << 60",
         "tests/safetensors/test_opened.py::"
@@ -649,7 +662,7 @@ MUTANTS = [
     ),
     _mutant(
         "workers-touch-memory",
-        "nothing that may block runs on a thread that drives a queue",
+        "no operation that may block runs on a thread that drives a queue",
         "csrc/transfer/transfer.cpp",
         "reading[] = {Step::touch, Step::move,",
         "reading[] = {Step::move,",
@@ -666,7 +679,8 @@ MUTANTS = [
     ),
     _mutant(
         "overlapping-writes-run-together",
-        "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
+        "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
+        "file the file holds exactly one",
         "csrc/transfer/write_order.cpp",
         "    if (after != under_way.end() && after->first < write.end()) return false;\n",
         "",
@@ -675,7 +689,8 @@ MUTANTS = [
     ),
     _mutant(
         "a-write-begins-before-what-cuts-its-file-may",
-        "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
+        "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
+        "file the file holds exactly one",
         "csrc/transfer/write_order.cpp",
         "!is_empty(*write) && !line->second.may_begin(*write)) return false;",
         "!is_empty(*write) && !line->second.may_begin(*write)) return write != writes.front();",
@@ -684,7 +699,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-replaced-file-is-not-synced-once-it-has-a-name",
-        "a file that is replaced at one stroke is the old one or the new one at every moment",
+        "a file that is replaced atomically is the old one or the new one at every moment",
         "src/tensorferry/transfer/replacement.py",
         "                os.fsync(self._descriptor)\n",
         "                pass\n",
@@ -693,16 +708,16 @@ MUTANTS = [
     ),
     _mutant(
         "commit-does-not-look-at-files",
-        "a directory holds a whole checkpoint at every moment",
+        "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/checkpoint/storage/commit.py",
-        "        _check_files(directory, metadata)\n        # As",
-        "        # As",
+        "        _check_files(directory, metadata)\n        # Both",
+        "        # Both",
         "tests/checkpoint/test_savers.py::"
         "test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before",
     ),
     _mutant(
         "metadata-is-not-synced",
-        "a directory holds a whole checkpoint at every moment",
+        "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
         "        if sync:\n            os.fsync(file.fileno())\n",
         "",
@@ -711,15 +726,15 @@ MUTANTS = [
     ),
     _mutant(
         "leftovers-are-never-removed",
-        "what is left of a killed save makes room before the next one",
+        "the remains of a killed save are removed before the next one",
         "src/tensorferry/checkpoint/storage/writer.py",
-        "                commit.remove_leftovers(save.directory, rank=self._alone())\n",
+        "                commit.remove_leftovers(save.directory, rank=self._single_rank())\n",
         "                pass\n",
         "tests/checkpoint/test_writer.py::test_leftovers_of_a_killed_save_make_room_before_the_next_one",
     ),
     _mutant(
         "everybody-is-alone",
-        "a save never removes files of one that is alive",
+        "a save never removes files of another running save",
         "src/tensorferry/checkpoint/storage/savers.py",
         "            yield locked and self._descriptor is not None and _is_at(self._descriptor, self._path)\n",
         "            yield True\n",
@@ -728,7 +743,7 @@ MUTANTS = [
     ),
     _mutant(
         "savers-do-not-show-themselves",
-        "a save never removes files of one that is alive",
+        "a save never removes files of another running save",
         "src/tensorferry/checkpoint/storage/savers.py",
         "locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)",
         "locked = True",
@@ -736,7 +751,7 @@ MUTANTS = [
     ),
     _mutant(
         "lent-memory-is-copied-late",
-        "what a planner may fill again is copied before the next item",
+        "memory that a planner may reuse is copied before the next item",
         "src/tensorferry/checkpoint/storage/writer.py",
         "            file.wait_until_copied()\n    length",
         "            pass\n    length",
@@ -745,7 +760,7 @@ MUTANTS = [
     ),
     _mutant(
         "payloads-are-paired-by-order",
-        "payloads belong to the storages whose records they are",
+        "each payload belongs to the storage that its record names",
         "src/tensorferry/checkpoint/objects/save_load.py",
         "[storages[key] for key in archive.payload_keys]",
         "[storages[key] for key in sorted(archive.payload_keys)]",
@@ -753,7 +768,7 @@ MUTANTS = [
     ),
     _mutant(
         "chunks-are-not-compared",
-        "nothing that is damaged reaches a tensor",
+        "no damaged data reaches a tensor",
         "src/tensorferry/checkpoint/storage/reading.py",
         "        expected = self._expected(begin, end) if self._damaged is None else None\n",
         "        expected = None\n",
@@ -761,7 +776,8 @@ MUTANTS = [
     ),
     _mutant(
         "planners-are-asked-ahead",
-        "a planner that does something when an item is committed gets one after the other, as from torch's reader",
+        "a planner that acts when an item is committed gets the items one after the other, as"
+        " from torch's reader",
         "src/tensorferry/checkpoint/storage/reader.py",
         "        if self._one_by_one:\n",
         "        if False:\n",
@@ -770,7 +786,7 @@ MUTANTS = [
     ),
     _mutant(
         "any-hash-is-taken",
-        "reading a checkpoint runs no code that the file chooses, and changes nothing in the process",
+        "reading a checkpoint runs no code chosen by the file, and changes nothing in the process",
         "csrc/pickle/screen.cpp",
         "stack_[key].count > max_key_values) return false;",
         "false) return false;",
@@ -778,15 +794,15 @@ MUTANTS = [
     ),
     _mutant(
         "unknown-names-are-imported",
-        "reading a checkpoint runs no code that the file chooses, and changes nothing in the process",
+        "reading a checkpoint runs no code chosen by the file, and changes nothing in the process",
         "src/tensorferry/checkpoint/zipformat/pickles.py",
         "        return trusted[full_name]\n    raise RefusedError(full_name)\n",
-        "        return trusted[full_name]\n    return Maker(full_name, getattr(__import__(module), name))\n",
+        "        return trusted[full_name]\n    return Constructor(full_name, getattr(__import__(module), name))\n",
         "tests/checkpoint/test_hostile.py::test_hostile_metadata_does_nothing[eval]",
     ),
     _mutant(
         "blobs-without-checksums-count-as-verified",
-        "nothing is called verified that was not",
+        "only verified data is called verified",
         "src/tensorferry/checkpoint/zipformat/blobs.py",
         "            verified = False\n",
         "            verified = True\n",
@@ -794,9 +810,9 @@ MUTANTS = [
     ),
     _mutant(
         "names-in-headers-are-not-compared",
-        "nothing is called verified that was not",
+        "only verified data is called verified",
         "src/tensorferry/checkpoint/zipformat/zips.py",
-        '    _require(read(at, at + local[8]) == name, f"the name of {name!r} is another in its header")\n',
+        '    _require(read(at, at + local[8]) == name, f"the name of {name!r} differs in its header")\n',
         "",
         "tests/checkpoint/test_verify.py::test_flips_after_which_torch_fails_are_found",
     ),
@@ -804,7 +820,7 @@ MUTANTS = [
         "read-ahead-without-a-limit",
         _AHEAD,
         "src/tensorferry/transfer/pipeline.py",
-        "            and self._read_end - flying[0]._read_before < self.ahead_nbytes\n",
+        "            and self._read_end - in_flight[0]._read_before < self.ahead_nbytes\n",
         "",
         "tests/transfers/test_pipeline.py::test_what_is_on_its_way_is_bounded_by_the_variable",
     ),
@@ -827,7 +843,7 @@ MUTANTS = [
     ),
     _mutant(
         "any-number-of-transfers-is-begun",
-        "a save or load takes up to 64 MiB beside the state",
+        "a save or load uses at most 64 MiB in addition to the state",
         "src/tensorferry/transfer/pipeline.py",
         "            if held_nbytes + read.memory_nbytes > self.memory_nbytes:\n",
         "            if held_nbytes + read.memory_nbytes > 2**60:\n",
@@ -835,7 +851,7 @@ MUTANTS = [
     ),
     _mutant(
         "who-fails-waits-for-nothing",
-        "memory is the caller's again with the result",
+        "with the result, the memory belongs to the caller again",
         "src/tensorferry/checkpoint/storage/reading.py",
         "        self._pipeline.close()\n",
         "        pass\n",
@@ -843,7 +859,7 @@ MUTANTS = [
     ),
     _mutant(
         "winner-of-the-sweep-is-stored",
-        "noise is not stored as a profile",
+        "noise is never stored as a profile",
         "src/tensorferry/tuning/deciding.py",
         "    proven = low > 0 and mean >= math.log(GAIN_MIN)\n",
         "    proven = mean >= math.log(GAIN_MIN)\n",
@@ -852,7 +868,7 @@ MUTANTS = [
     _mutant(
         "tuned-engine-that-is-gone-is-an-error",
         "a profile never breaks a training",
-        "src/tensorferry/transfer/profiled.py",
+        "src/tensorferry/transfer/profile_schedulers.py",
         "        except EngineUnavailableError:",
         "        except ZeroDivisionError:",
         "tests/tuning/test_profiles.py::test_an_engine_that_cannot_be_had_here_is_replaced",
@@ -861,13 +877,13 @@ MUTANTS = [
         "orphans-do-not-clean-up",
         "benchmarks leave nothing behind",
         "src/tensorferry/tuning/workers.py",
-        "            served.orphaned()\n",
+        "            served.on_orphaned()\n",
         "            pass\n",
         "tests/tuning/test_workers.py::test_workers_whose_parent_is_killed_clean_up",
     ),
     _mutant(
         "io-uring-goes-on-by-itself-on-fuse",
-        "a short transfer goes on where it ended, on every file system",
+        "a short transfer is resumed where it ended, on every file system",
         "csrc/transfer/worker.cpp",
         "  if (block.transfer->file()->on_fuse() && !engine_->has_threads()) return hand_to_helper(block);\n",
         "",
@@ -876,7 +892,7 @@ MUTANTS = [
     ),
     _mutant(
         "no-read-of-a-mount-decides",
-        "which way a network mount is read is decided by its first reads",
+        "the first reads of a network mount decide how it is read",
         "csrc/file/first_reads.cpp",
         "share < max_share_of_direct ? Way::cached : Way::direct",
         "Way::direct",
@@ -887,7 +903,7 @@ MUTANTS = [
     ),
     _mutant(
         "any-fault-may-be-raised",
-        "the first fault is raised, and knows the others",
+        "the first fault is raised, and refers to the others",
         "csrc/transfer/transfer.cpp",
         "  if (!fault_ || fault.offset < fault_->offset) {",
         "  if (!fault_) {",
@@ -896,7 +912,7 @@ MUTANTS = [
     ),
     _mutant(
         "failures-do-not-know-the-others",
-        "the first fault is raised, and knows the others",
+        "the first fault is raised, and refers to the others",
         "src/tensorferry/errors.py",
         "        first.others = tuple(others)\n",
         "",
@@ -923,7 +939,7 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
-        "            self._sync_names()  # of an old single file, too, which readers would prefer to the index\n",
+        "            self._sync_names()  # so the removed files cannot come back after a power cut\n",
         "",
         "tests/safetensors/test_sharded.py::"
         "test_a_power_cut_after_a_synced_save_loses_nothing[ext4-several files-over one file]",
@@ -965,7 +981,7 @@ MUTANTS = [
     ),
     _mutant(
         "damaged-chunks-are-delivered",
-        "nothing that fails its checksum reaches an array",
+        "no data that fails its checksum reaches an array",
         "csrc/transfer/transfer.cpp",
         "  if (damaged) return fail_damaged(*damaged);\n",
         "  (void)damaged;\n",
@@ -973,7 +989,7 @@ MUTANTS = [
     ),
     _mutant(
         "removal-begins-with-the-files",
-        "no half checkpoint counts, however a save or a removal ends",
+        "a partial checkpoint never counts, however a save or a removal ends",
         "src/tensorferry/checkpoint/folder.py",
         '        path.rename(path.with_name(f"{prefix}{path.name}.{secrets.token_hex(8)}"))',
         "        shutil.rmtree(path)",
@@ -982,17 +998,17 @@ MUTANTS = [
     ),
     _mutant(
         "links-protect-nothing",
-        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
-        "there, or it is loaded",
+        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/folder.py",
-        "        links = self._links() if going else []",
+        "        links = self._links() if removable else []",
         "        links: list[tuple[Path, Path]] = []",
         "tests/checkpoint/test_manager.py::test_what_links_lead_to_stays",
     ),
     _mutant(
         "what-is-loaded-is-removed",
-        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
-        "there, or it is loaded",
+        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/folder.py",
         "            if is_unread and (alone",
         "            if (alone",
@@ -1024,15 +1040,16 @@ MUTANTS = [
     ),
     _mutant(
         "mirrors-outlive-their-training",
-        "a mirror never fails a save, nor outlives its training",
+        "a mirror never makes a save fail, and never outlives its training",
         "src/tensorferry/checkpoint/mirror/process.py",
-        'select.select([os.pidfd_open(given["process"])], [], [])',
+        'select.select([os.pidfd_open(settings["process"])], [], [])',
         "return",
         "tests/checkpoint/test_mirror.py::test_the_mirror_ends_with_the_training_though_a_child_of_that_lives",
     ),
     _mutant(
         "latest-before-all-ranks",
-        "DeepSpeed's `latest` names a checkpoint that is whole on all ranks, and what is loaded are its files",
+        "DeepSpeed's `latest` names a checkpoint that is complete on all ranks, and exactly "
+        "its files are loaded",
         "src/tensorferry/deepspeed/checkpoints.py",
         "        found = self._ranks.call(self._finish)\n",
         "        self._publish({})\n        found = self._ranks.call(self._finish)\n",
@@ -1040,7 +1057,8 @@ MUTANTS = [
     ),
     _mutant(
         "files-of-two-saves",
-        "DeepSpeed's `latest` names a checkpoint that is whole on all ranks, and what is loaded are its files",
+        "DeepSpeed's `latest` names a checkpoint that is complete on all ranks, and exactly "
+        "its files are loaded",
         "src/tensorferry/deepspeed/checkpoints.py",
         "    if entry is not None:\n        _compare(place, entry)\n",
         "",
@@ -1048,7 +1066,7 @@ MUTANTS = [
     ),
     _mutant(
         "moments-on-nvme-begin-anew",
-        "DeepSpeed goes on from a checkpoint as it went on before, wherever its states are",
+        "DeepSpeed resumes from a checkpoint exactly, wherever its states are",
         "src/tensorferry/deepspeed/checkpoints.py",
         "                state = swapped.read(number, name, torch.empty_like(param.data))\n",
         "                state = torch.zeros_like(param.data)\n",
@@ -1056,7 +1074,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-refusal-is-damage",
-        "an object that is refused is not damage",
+        "a refused object is not reported as damage",
         "src/tensorferry/checkpoint/manager.py",
         "    if isinstance(error, RefusedCheckpointError):\n        return False\n",
         "",
@@ -1064,8 +1082,8 @@ MUTANTS = [
     ),
     _mutant(
         "newer-checkpoints-are-counted",
-        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
-        "there, or it is loaded",
+        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/steps.py",
         "    older = sorted(each for each in steps if each < step)",
         "    older = sorted(each for each in steps if each != step)",
@@ -1073,7 +1091,7 @@ MUTANTS = [
     ),
     _mutant(
         "leftovers-of-the-living-are-removed",
-        "what a dead save left is removed, and nothing else",
+        "the remains of a dead save are removed, and nothing else",
         "src/tensorferry/checkpoint/folder.py",
         "in list(self.root.iterdir()) if alone else ():",
         "in list(self.root.iterdir()):",
@@ -1081,7 +1099,7 @@ MUTANTS = [
     ),
     _mutant(
         "any-directory-without-metadata-is-a-leftover",
-        "what a dead save left is removed, and nothing else",
+        "the remains of a dead save are removed, and nothing else",
         "src/tensorferry/checkpoint/folder.py",
         " or not (path / _UNFINISHED).exists():",
         " or not path.is_dir():",
@@ -1099,7 +1117,7 @@ MUTANTS = [
         "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
         _STRIPED,
         "src/tensorferry/transfer/striped.py",
-        "        if size is None or size >= wanted:\n            return\n",
+        "        if size is None or size >= needed:\n            return\n",
         "        return\n",
         "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
     ),
@@ -1107,13 +1125,13 @@ MUTANTS = [
         "closing-does-not-wait-for-parts-to-be-submitted",
         _STRIPED,
         "src/tensorferry/transfer/striped.py",
-        "lambda: self._beginning == 0",
+        "lambda: self._submitting == 0",
         "lambda: True",
         "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
     ),
     _mutant(
         "chunks-are-verified-in-the-array",
-        "nothing that fails its checksum reaches an array",
+        "no data that fails its checksum reaches an array",
         "csrc/transfer/plan.cpp",
         "  if (input_.verified_nbytes) return 0;\n  const auto rest",
         "  const auto rest",
@@ -1121,7 +1139,7 @@ MUTANTS = [
     ),
     _mutant(
         "tensors-may-have-bytes-between-them",
-        "nothing of a safetensors file is believed before its header has passed every rule",
+        "a safetensors file is not trusted before its header has passed every rule",
         "src/tensorferry/safetensors/header.py",
         "        if begin != at or end < begin:",
         "        if begin < at or end < begin:",
@@ -1129,7 +1147,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-kept-tensor-keeps-its-neighbours",
-        "a tensor that was loaded keeps its own memory alive, and no other's",
+        "a loaded tensor keeps its own memory alive, and no other's",
         "src/tensorferry/safetensors/loading.py",
         "            memory = self._image.bytes(tensor.begin, tensor.end, alone=True)",
         "            memory = self._image.bytes(tensor.begin, tensor.end, alone=False)",
@@ -1140,21 +1158,21 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
-        "            has_told = self._set_aside(old, one_file=index is None)\n",
-        "            has_told = False\n",
+        "            has_interim_index = self._set_aside(old, one_file=index is None)\n",
+        "            has_interim_index = False\n",
         "tests/safetensors/test_sharded.py::test_a_failure_at_any_step_leaves_a_whole_model",
     ),
     _mutant(
         "what-is-no-tensor-is-left-out",
         "a conversion loses nothing silently",
         "src/tensorferry/checkpoint/tools/trees.py",
-        "            others += _lost(name, value, depth, path, is_told=is_told)\n",
+        "            others += _lost_names(name, value, depth, path, is_traversed=is_traversed)\n",
         "            pass\n",
         "tests/checkpoint/test_convert.py::test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out",
     ),
     _mutant(
         "a-missing-rank-is-not-missed",
-        "what tensors a place holds has one answer",
+        "the tensors at a place are determined in one way",
         "src/tensorferry/safetensors/sources.py",
         "        if len(saves) == 1 and count and count != str(len(paths)):\n",
         "        if False:\n",
@@ -1162,10 +1180,10 @@ MUTANTS = [
     ),
     _mutant(
         "absent-weights-are-computed-with",
-        "nothing is computed with a weight that is not in memory",
+        "no computation uses a weight that is not in memory",
         "src/tensorferry/offload/absent.py",
         "        _refuse(args, kwargs or {}, str(func))\n",
-        "        return func(*[torch.zeros(one.shape) if type(one) is Absent else one for one in args])\n",
+        "        return func(*[torch.zeros(one.shape) if type(one) is AbsentParameter else one for one in args])\n",
         "tests/offload/test_weights.py::test_an_absent_weight_is_refused_where_python_is_not_asked",
     ),
     _mutant(
@@ -1194,7 +1212,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-numpy-member-is-not-compared",
-        "what is read of NumPy's files is what was written, or an error",
+        "reading NumPy's files returns what was written, or an error",
         "src/tensorferry/npy.py",
         "        if self.place.crc not in (None, crc):\n",
         "        if False:\n",
@@ -1226,7 +1244,8 @@ MUTANTS = [
     ),
     _mutant(
         "an-object-that-was-replaced-is-read-on",
-        "an object of a bucket is read as one version, and no byte of an answer is believed before it is whole",
+        "an object in a bucket is read as one version, and no byte of a response is trusted "
+        "before the response is complete",
         "src/tensorferry/transfer/remote.py",
         "            if (found := Version._of(answer.meta)) != self._version:\n",
         "            if (found := self._version) != self._version:\n",
@@ -1234,7 +1253,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-forked-child-waits-for-its-parents-threads",
-        "a forked child is told that obstore's threads are its parent's",
+        "a forked child is refused obstore's threads, which are its parent's",
         "src/tensorferry/transfer/remote.py",
         "    if processes.forked_with_obstore:\n",
         "    if False:\n",

@@ -90,13 +90,13 @@ def detached() -> bool:
 
 @pytest.mark.root
 def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
-    for scenario in sorted(ON_LOOP_DEVICES):  # in turn: each must leave nothing
+    for scenario in sorted(ON_LOOP_DEVICES):  # in turn: each must detach its devices
         content = run(scenario, tmp_path, "--rounds=1")
         if notes := [note for note in content["scenarios"][scenario]["notes"] if "needs" in note]:
             required.missing("mounts", notes[0])
         assert {row["failure"] for row in rows_of(content, scenario)} == {None}
         assert all(figure["measured"] is not None for figure in content["figures"])
-        assert settled(detached)  # others' that run at the same time come to their end
+        assert settled(detached)  # concurrent benchmarks of other tests may still end
 
 
 @pytest.mark.usefixtures("own_engine")
@@ -115,7 +115,7 @@ def test_scenarios_measure_ours_even_where_deepspeeds_fails(
 
 
 def test_a_crashing_peer_is_a_row_and_not_the_end() -> None:
-    """A worker that dies leaves a message, and the other contender goes on."""
+    """A worker that dies leaves a message, and the other contender continues."""
     with closing([Worker("os:abort")]) as (worker,):
         dying = Contender("dying", "peer", measured(worker, "anything"))
         living = Contender("living", "ours", lambda _: Sample(1.0, 1.0))
@@ -143,7 +143,7 @@ def test_figures_say_whether_their_median_keeps_them() -> None:
 def test_one_benchmark_at_a_time_and_no_file_of_others_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where everybody may write, a link under a name of ours must lead nowhere."""
+    """In a directory that all users can write to, the benchmark must not follow a planted link."""
     shared, victim = tmp_path / "shared", tmp_path / "victim"
     shared.mkdir()
     (shared / "tensorferry-benchmarks.lock").symlink_to(victim)
@@ -154,7 +154,7 @@ from benchmarks.__main__ import only_benchmark
 with only_benchmark(lambda: print("waits", flush=True)):
     print("runs")
 """
-    with only_benchmark(lambda: pytest.fail("there is no other")):
+    with only_benchmark(lambda: pytest.fail("waits without another benchmark")):
         other = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -197,7 +197,7 @@ def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
 def test_whole_copies_of_the_gpu_scenario_move_what_they_are_given(
     tmp_path: Path, threads: int
 ) -> None:
-    """On a tensor of the CPU, which is all that they can have here."""
+    """The copies run on a tensor of the CPU, which needs no GPU."""
     nbytes = (20 << 20) + 4096
     peer = gpu.CopyThen(nbytes, threads, device="cpu")
     path = tmp_path / "target"
@@ -237,7 +237,7 @@ def test_figures_of_the_gpu_scenario_are_over_the_lower_limit() -> None:
 def test_gpu_scenario_measures_every_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With tensors of the CPU in place of the GPU's: all but what needs one."""
+    """With tensors of the CPU in place of the GPU's; contenders that need a GPU fail."""
     monkeypatch.setattr(gpu, "_PEERS", "tests.support.cpu_peers")
     monkeypatch.setattr(sys, "executable", warm.python())
     settings = Settings(tmp_path, rounds=2, nbytes=4 << 20, huge_pages=False, deepspeed=False)

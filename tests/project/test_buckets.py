@@ -1,4 +1,4 @@
-"""The servers and the proxy that tests of buckets use do what they are told."""
+"""Tests of the servers and the proxy that the tests of buckets use."""
 
 from __future__ import annotations
 

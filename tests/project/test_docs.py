@@ -1,7 +1,7 @@
-"""The examples in the docs run as they stand, and links lead somewhere.
+"""The examples in the docs run without changes, and links have targets.
 
-Those for GPUs need one. Elsewhere, as many as can be are run with their tensors on the CPU: that shows that they are
-right but for CUDA.
+Examples for GPUs need one. On machines without a GPU, those that can run with tensors on the CPU do so, which tests all
+but their use of CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support import required, snippets, warm
 from tests.support.snippets import PAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
-# README.md is shown where there is nothing beside it: on PyPI.
+# PyPI shows README.md without the files next to it.
 REPOSITORY = re.compile(
     r"https://(?:github\.com/tensorferry/tensorferry/blob|raw\.githubusercontent\.com/tensorferry/tensorferry)"
     r"(?:/refs/heads)?/main/"
@@ -48,9 +48,9 @@ def test_examples_run(code: str, directory: pathlib.Path) -> None:
 @pytest.mark.gpu
 @named(snippets.ON_GPU)
 def test_gpu_examples_run(code: str, directory: pathlib.Path) -> None:
-    if reason := gpus.why_no_gpu():
+    if reason := gpus.gpu_refusal():
         pytest.skip(reason)
-    if "new_pinned_device_tensor" in code and (reason := gpus.why_no_gds()):
+    if "new_pinned_device_tensor" in code and (reason := gpus.gds_refusal()):
         pytest.skip(reason)
     run_example(code, directory)
 

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and leave nothing behind."""
+"""The examples run without changes, and leave no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file-access examples: DeepNVMe's command lines, right bytes, clear refusals, nothing left behind."""
+"""The file-access examples: DeepNVMe's command lines, right bytes, clear refusals, no files left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tensorferry
-from tensorferry.tuning.gpus import why_no_gds
+from tensorferry.tuning.gpus import gds_refusal
 from tests.project import interrupted
 from tests.support import deepspeed_gcc, mounts, warm
 
@@ -32,7 +32,7 @@ GPU_PROGRAMS = [
 ]
 FAILED, BAD_ARGUMENTS, MISSING, INTERRUPTED = 1, 2, 3, 130  # examples/file_access/README.md
 
-MISSED = "(no GPU: |GPUDirect Storage cannot be had: )"
+MISSED = "(no GPU: |GPUDirect Storage is not available: )"
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -61,7 +61,7 @@ def input_file(directory: Path, random_bytes: RandomBytes) -> Path:
 
 
 def place(program: str, directory: Path, input_file: Path) -> list[str]:
-    """Return the arguments that say where a program works."""
+    """Return the arguments that name the folder of a program."""
     if "_load_" in program:
         return [f"--input_file={input_file}"]
     return [f"--nvme_folder={directory}", "--mb_size=3"]
@@ -108,7 +108,7 @@ def test_gpu_program_says_what_is_missing(program: str, directory: Path, input_f
 @pytest.mark.parametrize("program", GPU_PROGRAMS)
 def test_gpu_program_moves_the_right_bytes(program: str, directory: Path, input_file: Path) -> None:
     done = run(program, *place(program, directory, input_file), "--validate")
-    if program.startswith("gds") and (why := why_no_gds()):
+    if program.startswith("gds") and (why := gds_refusal()):
         assert done.returncode == MISSING
         assert done.stderr == f"{program}: {why}\n"
         pytest.skip(why)
@@ -123,7 +123,7 @@ def test_without_cufile_a_gds_program_says_what_is_missing(
     utils = module("utils")
     monkeypatch.setattr(utils, "require_gpu", lambda: None)
     monkeypatch.setenv("TENSORFERRY_LIBCUFILE", "/nonexistent/libcufile.so.0")
-    why = why_no_gds()
+    why = gds_refusal()
     if why is None:
         pytest.skip("this process has opened cuFile already")
     with pytest.raises(utils.MissingError) as missing:
@@ -142,12 +142,12 @@ def test_comparison_prints_each_program_and_its_speedup(directory: Path) -> None
     assert list(directory.iterdir()) == []
 
 
-# --- what they are made of ---
+# --- their parts ---
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """A function that imports a program, or what they share."""
+    """Return a function that imports a program, or the module that they share."""
     monkeypatch.syspath_prepend(EXAMPLES)
     yield importlib.import_module
     for name in [path.stem for path in EXAMPLES.glob("*.py")]:
@@ -196,13 +196,13 @@ def test_validation_finds_bytes_too_many(directory: Path, module: Callable[[str]
     assert not module("utils").file_holds(str(path), torch.tensor([49, 50], dtype=torch.uint8))
 
 
-# --- what goes wrong ---
+# --- failures ---
 
 
 def test_load_program_lists_all_bad_arguments(directory: Path) -> None:
     done = run("aio_load_cpu_tensor.py", "--input_file", directory, "--loop=0")
     assert done.returncode == BAD_ARGUMENTS
-    assert f"--input_file: {directory} is no file" in done.stderr
+    assert f"--input_file: {directory} is not a file" in done.stderr
     assert "--loop: 0 is less than 1" in done.stderr
     assert done.stdout == ""
 
@@ -211,7 +211,7 @@ def test_store_program_lists_all_bad_arguments(directory: Path) -> None:
     missing = directory / "missing"
     done = run("py_store_cpu_tensor.py", "--nvme_folder", missing, "--loop=-1", "--mb_size=0")
     assert done.returncode == BAD_ARGUMENTS
-    assert f"--nvme_folder: {missing} is no folder" in done.stderr
+    assert f"--nvme_folder: {missing} is not a folder" in done.stderr
     assert "--loop: -1 is less than 1" in done.stderr
     assert "--mb_size: 0 is less than 1" in done.stderr
 

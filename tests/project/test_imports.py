@@ -1,6 +1,6 @@
-"""Who imports whom: arrows point down the list below only, and nobody is above himself.
+"""The layers of imports: a module imports only modules of lower levels, without circles.
 
-Imports within functions count as well; those for types only may not go up either, but may meet within a room.
+Imports within functions count, too. Imports for types only may not go up either, but may be circular within a level.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorferry
 
 SOURCE = pathlib.Path(tensorferry.__file__).parent
 
-# From the top down: products, the package that gathers what users call, files and transfers, what all stand on. What
-# stands in one line may know each other as far as there is no circle.
+# From the top down: products, the package that re-exports the public API, files and transfers, the common base. Modules
+# of one line may import each other without a circle.
 LEVELS = (
     ("__main__",),
     ("cli",),
@@ -24,20 +24,20 @@ LEVELS = (
     ("deepspeed", "checkpoint", "offload", "serving"),
     ("deepnvme.builders", "deepnvme.ops"),
     ("safetensors", "store", "npy"),
-    ("streams",),  # where a name was in 0.1
+    ("streams",),  # an alias for code that uses the names of 0.1
     ("",),  # the package itself
     ("deepnvme.handles", "deepnvme.gds"),
     ("table",),
     ("transfer.calls",),
     ("transfer.replacement",),
     ("transfer.new_file",),
-    ("transfer.striped", "transfer.pipeline", "transfer.plain"),
+    ("transfer.striped", "transfer.pipeline", "transfer.python_files"),
     ("transfer.files",),
     ("transfer.remote",),
     ("transfer.streams", "transfer.memory"),
     ("transfer.requests",),
     ("transfer.runtime",),
-    ("transfer.profiled", "transfer.futures", "transfer.arrays", "transfer.checksums"),
+    ("transfer.profile_schedulers", "transfer.futures", "transfer.arrays", "transfer.checksums"),
     ("transfer.profiles", "transfer.stats", "transfer.publication"),
     ("transfer.settings",),
     ("transfer.defaults",),
@@ -79,7 +79,7 @@ def imported(path: pathlib.Path) -> tuple[set[str], set[str]]:
 
 
 def _known(name: str) -> str | None:
-    """Return the module of ours that a name means or stands in, None for others'."""
+    """Return the module of ours that a name denotes or is defined in, None for other modules."""
     package, _, rest = name.partition(".")
     if package != "tensorferry":
         return None

@@ -1,4 +1,4 @@
-"""The list of mutants: it fits the code and names tests that exist; that they notice is `make mutants`' to show."""
+"""The list of mutants matches the code and names existing tests; `make mutants` checks that these detect them."""
 
 from __future__ import annotations
 

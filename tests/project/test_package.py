@@ -1,4 +1,4 @@
-"""The package as a whole: what it imports, what it documents, that its stub is true."""
+"""The package as a whole: its imports, its documentation, and its stub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine lacks is skipped, or fails where it is required."""
+"""Tests are skipped if the machine lacks a component, or fail if it is required."""
 
 from __future__ import annotations
 

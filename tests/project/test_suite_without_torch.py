@@ -1,4 +1,4 @@
-"""Where torch is missing the rest is tested: no file needs it to be collected."""
+"""The suite can be collected without torch, and the tests that do not need it run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from tests.support.child import ROOT
 from tests.support.commands import run
 
-# None is Python's way to say that there is none.
+# Python raises ImportError for a module that is None in sys.modules.
 COLLECT = """
 import sys
 sys.modules["torch"] = None

@@ -1,4 +1,4 @@
-"""What type checkers say of programs that use the package: mypy, and pyright."""
+"""Type checks of programs that use the package, by mypy and pyright."""
 
 from __future__ import annotations
 

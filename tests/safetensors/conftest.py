@@ -1,4 +1,4 @@
-"""What of this folder needs torch, which the project's tests can do without."""
+"""Leaves out the files of this folder that need torch, if torch is not installed."""
 
 import importlib.util
 import pathlib

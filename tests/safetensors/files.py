@@ -1,4 +1,4 @@
-"""What tests of safetensors share: files and models, cold, warm or in between, and how much is read."""
+"""Helpers for tests of safetensors: files and models, cold or (partly) warm, and counts of the bytes read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tied(torch.nn.Module):
 
 
 def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Load a model as transformers does: one file if there is one of that name, else by the index."""
+    """Load a model as transformers does: the file of the standard name if it exists, otherwise by the index."""
     if (directory / SINGLE_NAME).exists():
         return safetensors.torch.load_file(directory / SINGLE_NAME)
     weights, _ = index.read(directory / INDEX_NAME)
@@ -64,7 +64,7 @@ def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def assert_readers_agree(directory: pathlib.Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Compare what all readers of ours take for the model."""
+    """Check that all our readers find the same model."""
     from torch.distributed.checkpoint import load
 
     from tensorferry.checkpoint import verify
@@ -99,7 +99,7 @@ def cached_nbytes(path: pathlib.Path) -> int:
 
 
 def descriptors_of(path: pathlib.Path) -> int:
-    """Return how many descriptors lead to a file, or into a directory, when what is over has been let go."""
+    """Return the number of descriptors of a file, or of files in a directory, after ended transfers are released."""
     leaks.Holdings.now()
     return sum(target.startswith(str(path)) for target in leaks.descriptors())
 
@@ -112,7 +112,7 @@ class Read:
 
 @contextlib.contextmanager
 def counting(path: pathlib.Path) -> Iterator[Read]:
-    """Count the bytes that are read meanwhile by the process's workers."""
+    """Count the bytes that the workers of the process read in the block."""
     counted = Read()
     with tensorferry.open(path) as file:
         assert leaks.settled(lambda: not file._scheduler.outstanding())  # of earlier tests
@@ -138,7 +138,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def written(
     path: pathlib.Path, entries: Mapping[str, tuple[str, list[int], bytes]], pad: int = 0
 ) -> pathlib.Path:
-    """Write a file as it is told: dtype, shape and bytes of each tensor, and spaces behind the header."""
+    """Write a file with the given dtype, shape and bytes of each tensor, and spaces after the header."""
     header, data = {}, b""
     for name, (dtype, shape, content) in entries.items():
         header[name] = {

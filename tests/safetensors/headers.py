@@ -1,4 +1,4 @@
-"""Headers for tests: right ones, and what a mutation makes of them."""
+"""Headers for tests: valid ones, and mutations of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def info(dtype: str, shape: list[int], begin: int, end: int) -> str:
 
 
 class Random:
-    """A generator of random numbers with what mutations need."""
+    """A generator of random numbers with the functions that mutations need."""
 
     def __init__(self, *seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ class Random:
         return values[self.below(len(values))]
 
 
-# JSON as it stands: what Python cannot say is here as well.
+# Raw JSON, including values that Python's json cannot write.
 VALUES = [
     *("null", "true", "false", "{}", "[]", '""', '"F32"', '"\\u0041"', '"\\ud83d\\ude00"', "[[]]"),
     *(
@@ -168,7 +168,7 @@ KEYS = [
 
 
 def mutated(random: Random) -> bytes:
-    """Return a file that has been right, perhaps."""
+    """Return a valid file, or a mutation of one."""
     tree, data = random_file(random)
     while random.chance(0.6):
         tree = mutate_tree(tree, random)

@@ -1,4 +1,4 @@
-"""Programs for tests/safetensors/test_installing.py, each in a process of its own."""
+"""Programs for tests/safetensors/test_installing.py, each run in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def names() -> dict[str, Any]:
-    """Whose functions a program finds that imports safetensors."""
+    """Return the modules of the functions that a program gets when it imports safetensors."""
     import safetensors.numpy
     import safetensors.torch
     from safetensors.torch import load_file
@@ -29,7 +29,7 @@ def names() -> dict[str, Any]:
 
 
 def names_after_install() -> dict[str, Any]:
-    """The same where some of it was imported before."""
+    """Return the same after install() and after uninstall(), for a program that imported some functions before."""
     import safetensors.torch
     from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def variable() -> str | None:
 
 
 def errors_are_kin(path: str) -> list[Any]:
-    """Whether who catches safetensors' error catches ours, while it is installed."""
+    """Return whether `except` with safetensors' error also catches ours while it is installed."""
     import safetensors
     import tensorferry.safetensors as ours
 
@@ -71,7 +71,7 @@ def errors_are_kin(path: str) -> list[Any]:
 
 
 def other_frameworks(path: str) -> str:
-    """Who opens a file for a framework that we have not."""
+    """Return the module that opens a file for a framework that tensorferry does not support."""
     import tensorferry.safetensors
 
     tensorferry.safetensors.install()
@@ -81,7 +81,7 @@ def other_frameworks(path: str) -> str:
 
 
 def children() -> str:
-    """Whose functions a child has of a process that called install()."""
+    """Return the module of the functions that a child of a process with install() has."""
     import tensorferry.safetensors
 
     tensorferry.safetensors.install()
@@ -119,7 +119,7 @@ def transformers_model(folder: str) -> dict[str, Any]:
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
-        eos_token_id=None,  # with weights drawn at random it could come early
+        eos_token_id=None,  # with random weights the token could end the text early
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="40KB")

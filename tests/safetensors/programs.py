@@ -1,4 +1,4 @@
-"""What tests of saving run in processes of their own, some of them until these are killed."""
+"""Functions that tests of saving run in separate processes; some run until the process is killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def killed(function: str, path: os.PathLike[str], seed: int) -> None:
 
 def save_until_killed(path: str, seed: int) -> None:
     """Save one of two states after the other to a file, until a thread kills the process at a random moment."""
-    save_file(state(2), path)  # what is made on the first call is not what is tested
+    save_file(state(2), path)  # the first call makes objects that do not count
     kill_after(random.Random(seed).uniform(0, 0.15))
     while True:
         for number in (1, 2):
@@ -49,7 +49,7 @@ def save_model_until_killed(path: str, seed: int) -> None:
 
 
 def state(number: int) -> dict[str, Any]:
-    """A state whose tensors all have the same number in them."""
+    """Return a state in which all elements of all tensors are the same number."""
     sizes = {"a": 800_000, "b": 3, "c": 900_000, "d": 0, "e": 700_000}
     return {name: np.full(nbytes, number, "u1") for name, nbytes in sizes.items()}
 
@@ -65,14 +65,14 @@ def kill_after(seconds: float) -> None:
 
 
 def save_numpy(path: str) -> bool:
-    """Save arrays, and return whether torch has been imported for that."""
+    """Save arrays, and return whether this imports torch."""
     save_file({"a": np.arange(5)}, path)
     save_sharded({"a": np.arange(5)}, path + ".sharded")
     return "torch" in sys.modules
 
 
 def load_numpy(path: str) -> bool:
-    """Load, and return whether that has taken torch."""
+    """Load, and return whether this imports torch."""
     list(load_files(path, framework="np"))
     return "torch" in sys.modules or "tensorferry.safetensors.ranks" in sys.modules
 

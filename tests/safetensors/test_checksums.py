@@ -1,4 +1,4 @@
-"""Checksums kept beside safetensors files: what they are, who reads them, and what is made of bad ones."""
+"""Files of checksums next to safetensors files: their contents, their use, and the handling of bad ones."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def flip(path: pathlib.Path, at: int) -> None:
 
 def test_saving_may_hand_its_own_checksums_over(model: pathlib.Path) -> None:
     with tensorferry.open(model) as file:
-        taken = checksums.take(file, chunk_nbytes=CHUNK)
+        taken = checksums.compute(file, chunk_nbytes=CHUNK)
     checksums.keep(model, taken, sync=False)
     assert checksums.read(os.fsencode(model)) == taken
 
@@ -161,7 +161,7 @@ def test_a_file_that_changes_meanwhile_gets_none_and_old_ones_stay(model: pathli
 
 def test_what_is_no_safetensors_file_gets_none(directory: pathlib.Path) -> None:
     path = directory / "x.safetensors"
-    path.write_bytes(b"something else that is no header")
+    path.write_bytes(b"something else, without a header")
     with pytest.raises(SafetensorError, match=r"x\.safetensors"):
         checksums.write(path)
     assert not kept(path).exists()
@@ -177,7 +177,7 @@ def test_chunks_of_another_size_are_refused(model: pathlib.Path, chunk_nbytes: i
 def test_a_read_that_fails_is_raised_and_narrowed_down_for_those_who_ask(
     faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
-    saved(faultfs.backing, random_bytes)  # so that the page cache has none of it
+    saved(faultfs.backing, random_bytes)  # below the mount, so the mount has no cached pages of it
     model = faultfs.path / "model.safetensors"
     nbytes = model.stat().st_size
     faultfs.order(Fault("read", start=5 * CHUNK, end=5 * CHUNK + 1, error=errno.EIO))
@@ -232,30 +232,30 @@ def test_any_shortened_ones_are_found(model: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("version", 2, "they have version 2"),
-        ("version", True, "they have version True"),
-        ("nbytes", -1, "their nbytes is -1"),
-        ("nbytes", 1e5, "their nbytes is 1"),
-        ("nbytes", 10**400, "their nbytes is 1000"),
-        ("header_nbytes", 7, "a header of 7"),
-        ("header_nbytes", 1 << 40, "a header of"),
-        ("chunk_nbytes", 0, "have 0 bytes"),
-        ("chunk_nbytes", 4095, "have 4095 bytes"),
-        ("chunk_nbytes", 1 << 62, "have 4611686018427387904 bytes"),
+        ("version", 2, "have version 2"),
+        ("version", True, "have version True"),
+        ("nbytes", -1, "nbytes: -1 is not"),
+        ("nbytes", 1e5, "nbytes: 1"),
+        ("nbytes", 10**400, "nbytes: 1000"),
+        ("header_nbytes", 7, "header_nbytes: 7 is out of range"),
+        ("header_nbytes", 1 << 40, "header_nbytes: .* is out of range"),
+        ("chunk_nbytes", 0, "chunk_nbytes: 0 is out of range"),
+        ("chunk_nbytes", 4095, "chunk_nbytes: 4095 is out of range"),
+        ("chunk_nbytes", 1 << 62, "chunk_nbytes: 4611686018427387904 is out of range"),
         ("chunks_crc32", "", "are not"),
         ("chunks_crc32", "0" * 8 * 10_000, "are not|longer|more than"),
         ("chunks_crc32", None, "are not"),
         ("chunks_crc32", ["00000000"], "are not"),
-        ("header_crc32", "0000 000", "no digits"),
-        ("header_crc32", "0000000g", "no digits"),
-        ("header_crc32", "\u0660" * 8, "no digits"),
+        ("header_crc32", "0000 000", "not hexadecimal digits"),
+        ("header_crc32", "0000000g", "not hexadecimal digits"),
+        ("header_crc32", "\u0660" * 8, "not hexadecimal digits"),
     ],
 )
 def test_hostile_ones_are_refused(model: pathlib.Path, field: str, value: Any, reason: str) -> None:
     checksums.write(model)
     content = json.loads(kept(model).read_bytes())
     content[field] = value
-    content["crc32"] = checksums._own_crc(content)  # whoever made them knows how
+    content["crc32"] = checksums._crc_of_fields(content)  # a hostile file has a correct CRC-32
     kept(model).write_text(json.dumps(content))
     with pytest.raises(SafetensorError, match=reason) as caught:
         checksums.read(model)
@@ -301,16 +301,16 @@ def test_an_index_says_which_file_has_which_tensor(directory: pathlib.Path) -> N
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "no index"),
+        ("", "not an index"),
         ("[]", "no weight_map"),
         ('{"weight_map": []}', "no weight_map"),
-        ("[" * 100_000, "no index"),
-        ('{"weight_map": {"a": 1}}', "tensor 'a': it is in 1, no file"),
-        ('{"weight_map": {"a": ""}}', "no file"),
-        ('{"weight_map": {"a": ".."}}', "no file"),
-        ('{"weight_map": {"a": "../x"}}', "not beside the index"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "not beside the index"),
-        ('{"weight_map": {"a": "x\\u0000"}}', "not beside the index"),
+        ("[" * 100_000, "not an index"),
+        ('{"weight_map": {"a": 1}}', "tensor 'a': its file is 1, which is not a file name"),
+        ('{"weight_map": {"a": ""}}', "not a file name"),
+        ('{"weight_map": {"a": ".."}}', "not a file name"),
+        ('{"weight_map": {"a": "../x"}}', "not in the folder of the index"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "not in the folder of the index"),
+        ('{"weight_map": {"a": "x\\u0000"}}', "not in the folder of the index"),
     ],
 )
 def test_an_index_of_an_attacker_is_refused(

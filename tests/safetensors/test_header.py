@@ -1,6 +1,7 @@
-"""Headers of safetensors files: what is accepted is what the reference accepts, and anything else is a named error.
+"""Headers of safetensors files: exactly those that the reference accepts are accepted; others raise a named error.
 
-TENSORFERRY_TEST_HEADERS=100000 compares that many with the reference, TENSORFERRY_TEST_SEED=0 others.
+TENSORFERRY_TEST_HEADERS sets the number of headers that are compared with the reference, TENSORFERRY_TEST_SEED
+chooses them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ F32 = info("F32", [2], 0, 8)
 
 
 def entries(*pairs: tuple[str, str]) -> str:
-    """Return a header of names and what stands for them."""
+    """Return a header with names and their raw values."""
     return "{" + ",".join(f'"{name}":{value}' for name, value in pairs) + "}"
 
 
@@ -181,14 +182,14 @@ def test_metadata_are_those_that_safe_open_has(tmp_path: pathlib.Path) -> None:
         (((1 << 64) - 1).to_bytes(8, "little"), "18446744073709551615 bytes, more than"),
         (file_of("{}")[:-1], "cut short"),
         (file_of(b"\xff{}"), "not UTF-8"),
-        (file_of(""), "is no object, at byte 8"),
-        (file_of("[]"), "is no object, at byte 8"),
-        (file_of("{} x"), "behind the closing brace, at byte 11"),
+        (file_of(""), "is not an object, at byte 8"),
+        (file_of("[]"), "is not an object, at byte 8"),
+        (file_of("{} x"), "after the closing brace, at byte 11"),
         (file_of("{1: 2}"), "a name is missing"),
         (file_of('{"a"}'), "a colon"),
-        (file_of('{"__metadata__": {"a": 1}}'), "have 1 for 'a'"),
-        (file_of('{"__metadata__": 1}'), "no JSON object"),
-        (file_of("{}", b"x"), "1 bytes are no tensor's"),
+        (file_of('{"__metadata__": {"a": 1}}'), "has 1 for 'a'"),
+        (file_of('{"__metadata__": 1}'), "not a JSON object"),
+        (file_of("{}", b"x"), "1 bytes belong to no tensor"),
     ],
 )
 def test_a_broken_rule_of_the_file_is_named(file: bytes, reason: str) -> None:
@@ -200,10 +201,10 @@ def test_a_broken_rule_of_the_file_is_named(file: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "nbytes", "reason"),
     [
-        ("7", 0, "7 stands where"),
+        ("7", 0, "7 is not an object with dtype"),
         ("", 0, "Expecting value, at byte 20"),
         ('{"dtype":"F32","shape":[2]}', 8, "it has no data_offsets"),
-        (info("C128", [2], 0, 8), 8, "'C128' is no dtype"),
+        (info("C128", [2], 0, 8), 8, "'C128' is not a dtype"),
         ('{"dtype":"F32","shape":2,"data_offsets":[0,8]}', 8, "its shape is 2"),
         ('{"dtype":"F32","shape":[true],"data_offsets":[0,4]}', 4, "its shape is [True]"),
         ('{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}', 8, "its shape is [-2]"),
@@ -211,14 +212,14 @@ def test_a_broken_rule_of_the_file_is_named(file: bytes, reason: str) -> None:
         ('{"dtype":"F32","shape":[2],"data_offsets":[8]}', 8, "not two offsets"),
         (info("F32", [1 << 62, 4], 0, 8), 8, "larger than any file"),
         (info("F32", [(1 << 62) - 1], 0, 8), 8, "larger than any file"),
-        (info("F4", [3], 0, 2), 2, "12 bits, which do not fill bytes"),
-        (info("F32", [2], 8, 0), 8, "backwards"),
-        (info("F32", [2], 1, 9), 9, "1 bytes before are no tensor's"),
+        (info("F4", [3], 0, 2), 2, "12 bits, which is not a number of whole bytes"),
+        (info("F32", [2], 8, 0), 8, "the end precedes the begin"),
+        (info("F32", [2], 1, 9), 9, "the 1 bytes before belong to no tensor"),
         (info("F32", [3], 0, 8), 8, "(3,) of F32 has 12 bytes, and its data_offsets 0 to 8 have 8"),
         (info("F32", [2], 0, 8), 7, "cut short"),
         (info("U8", [1 << 60], 0, 1 << 60), 7, "cut short"),
         (info("U8", [0], 1 << 63, 1 << 63), 8, "9223372036854775808 bytes before"),
-        ('{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}', 8, "NaN is no JSON"),
+        ('{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}', 8, "NaN is not JSON"),
         ('{"dtype":"F32","dtype":"F32"}', 8, "dtype twice"),
         ("[" * 100_000, 0, "nested more than 127 deep"),
         ('{"x":%s,"dtype":"F32"}' % ("[" * 126 + "]" * 126), 0, "nested more than 127 deep"),
@@ -234,7 +235,7 @@ def test_a_broken_rule_of_a_tensor_names_it(entry: str, nbytes: int, reason: str
 
 def test_an_overlap_names_the_second_tensor() -> None:
     error = refusal(file_of(entries(("a", F32), ("b", info("F32", [2], 4, 12))), bytes(12)))
-    assert "bytes up to 8 are another tensor's" in str(error)
+    assert "bytes up to 8 belong to another tensor" in str(error)
     assert error.name == "b"
 
 
@@ -342,7 +343,10 @@ def test_every_shortened_file_is_refused(model: pathlib.Path) -> None:
 
 def test_a_longer_file_is_refused(model: pathlib.Path) -> None:
     os.truncate(model, model.stat().st_size + 1)
-    with tensorferry.open(model) as file, pytest.raises(SafetensorError, match="1 bytes are no"):
+    with (
+        tensorferry.open(model) as file,
+        pytest.raises(SafetensorError, match="1 bytes belong to no"),
+    ):
         header.read(file)
 
 
@@ -479,16 +483,16 @@ def test_several_metadata_are_written_in_one_order() -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "reason"),
     [
-        ([("a", "F33", [1])], None, "'F33' is no dtype"),
-        ([("a", "F32", [1]), ("a", "F32", [1])], None, "two of this name"),
-        ([("__metadata__", "F32", [1])], None, "keeps this name"),
-        ([("a", "F32", [-1])], None, "its shape has -1"),
+        ([("a", "F33", [1])], None, "'F33' is not a dtype"),
+        ([("a", "F32", [1]), ("a", "F32", [1])], None, "two tensors of this name"),
+        ([("__metadata__", "F32", [1])], None, "reserves this name"),
+        ([("a", "F32", [-1])], None, "its shape contains -1"),
         ([("a", "F32", [1 << 62])], None, "larger than any file"),
-        ([(str(index), "U8", [1 << 60]) for index in range(16)], None, "more than 2\\*\\*64"),
-        ([("a", "F6_E3M2", [3])], None, "do not fill bytes"),
+        ([(str(index), "U8", [1 << 60]) for index in range(16)], None, "exceeds the 2\\*\\*64"),
+        ([("a", "F6_E3M2", [3])], None, "not a number of whole bytes"),
         ([("a\ud800", "F32", [1])], None, "surrogate"),
-        ([], {"a": 1}, "metadata are strings"),
-        ([], {1: "a"}, "metadata are strings"),
+        ([], {"a": 1}, "metadata must be strings"),
+        ([], {1: "a"}, "metadata must be strings"),
         ([], {"a": "x" * 100_000_000}, "more than the 100000000"),
     ],
 )
@@ -522,7 +526,7 @@ def test_dtypes_of_torch_and_numpy_are_found_both_ways() -> None:
         with pytest.raises(SafetensorError, match="no dtype"):
             dtypes.of_numpy(np.dtype(kind))
     for unknown in (dtypes.torch_dtype, dtypes.numpy_dtype):
-        with pytest.raises(SafetensorError, match="'F33' is no dtype"):
+        with pytest.raises(SafetensorError, match="'F33' is not a dtype"):
             unknown("F33")
 
 

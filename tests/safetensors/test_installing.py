@@ -1,4 +1,4 @@
-"""install(): libraries that import safetensors get ours, whenever they import it."""
+"""install(): libraries that import safetensors get our functions, before or after the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""load_file: what is mapped, what is read, what stays in the page cache, and what keeps memory."""
+"""load_file: mapped and read tensors, the pages that stay in the page cache, and the lifetime of memory."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_tensors_may_be_written_to_and_the_file_stays(
 
 @pytest.mark.parametrize("state", ["cold", "warm"])
 def test_each_tensor_has_a_storage_of_its_own(path: pathlib.Path, state: str) -> None:
-    """Libraries tell tied weights by their storages, and torch.save writes all of one."""
+    """Libraries detect tied weights by their storages, and torch.save writes the whole storage."""
     if state == "warm":
         make_warm(path)
     found = ours.load_file(path)
@@ -184,7 +184,7 @@ def resident_nbytes() -> int:
 def test_a_tensor_that_is_kept_keeps_no_others(
     path: pathlib.Path, tensors: dict[str, torch.Tensor]
 ) -> None:
-    ours.load_file(path)  # what is allocated once
+    ours.load_file(path)  # the first call allocates objects that stay
     gc.collect()
     before = resident_nbytes()
     found = ours.load_file(path)
@@ -271,7 +271,7 @@ def test_order_and_devices(path: pathlib.Path, tensors: dict[str, torch.Tensor])
     assert {name: tensor.shape for name, tensor in found.items()} == {
         name: tensor.shape for name, tensor in tensors.items()
     }
-    with torch.device("meta"):  # a default is not what was asked for
+    with torch.device("meta"):  # the default device must not change the requested one
         assert ours.load_file(path)["head"].device.type == "cpu"
         assert ours.load(path.read_bytes())["head"].device.type == "cpu"
 

@@ -1,4 +1,4 @@
-"""safe_open: what safetensors' own has, by several threads, in forked children, closed in the middle, and dropped."""
+"""safe_open: the interface of safetensors' own, with several threads, forked children, early closes, and drops."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def test_tensors_one_by_one_and_all(
             assert isinstance(found, np.ndarray if numpy else torch.Tensor)
             assert_same(torch.from_numpy(found) if numpy else found, expected)
             if found.size if numpy else found.numel():
-                found[...] = 0  # everybody's own, but for the same handle's maps
+                found[...] = (
+                    0  # does not change other callers' tensors, except maps of the same handle
+                )
     with safetensors.safe_open(path, "pt") as file:
         for name, expected in tensors.items():
             assert_same(file.get_tensor(name), expected)
@@ -121,7 +123,7 @@ def test_tensors_one_by_one_and_all(
 def test_every_dtype_wherever_it_lies(
     directory: pathlib.Path, random_bytes: RandomBytes, name: str, pad: int, state: str
 ) -> None:
-    """The format lets tensors begin anywhere; where torch wants them aligned, they are."""
+    """In the format tensors may begin at any offset; loaded tensors are aligned as torch requires."""
     dtype = DTYPES[name]
     content = random_bytes(96).tobytes() if name != "BOOL" else bytes([1, 0, 1] * 32)
     shape = [4, 96 * 8 // dtype.bits // 4]
@@ -268,7 +270,7 @@ def test_a_forked_child_goes_on_with_the_same_file(
     saved(path.with_name("other"), {"other": torch.ones(5)}).replace(path)
 
     def child() -> None:
-        torch.set_num_threads(1)  # its pool has not come along
+        torch.set_num_threads(1)  # threads of torch's pool do not exist in the child
         assert_same(file.get_tensor("layers.5.weight"), tensors["layers.5.weight"])
         assert_same(weights[3:], tensors["layers.2.weight"][3:])
         assert_same(dict(file.prefetch())["step"], tensors["step"])
@@ -309,7 +311,7 @@ def many(directory: pathlib.Path) -> tuple[pathlib.Path, dict[str, torch.Tensor]
 def test_in_whatever_order_tensors_are_asked_for_they_are_the_files(
     many: tuple[pathlib.Path, dict[str, torch.Tensor]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs in the order of the file, steps back, leaps, tensors asked for again, and writes to what was given."""
+    """Requests in file order, backward and forward jumps, repeated requests, and writes to loaded tensors."""
     monkeypatch.setenv("TENSORFERRY_READ_AHEAD", "3MiB")
     path, tensors = many
     order = random.Random(seed)
@@ -320,7 +322,7 @@ def test_in_whatever_order_tensors_are_asked_for_they_are_the_files(
             for _ in range(order.choice([1, 2, 9])):
                 found = file.get_tensor(names[at % len(names)])
                 assert_same(found, tensors[names[at % len(names)]])
-                found.fill_(7)  # nobody else's
+                found.fill_(7)  # does not change other tensors
                 at += order.choice([1, 1, 1, 2])
             at = order.choice([at - 3, order.randrange(len(names)), at])
             make_cold(path)
@@ -333,7 +335,7 @@ def test_neighbours_are_read_ahead_and_only_they(
     total = sum(tensor.nbytes for tensor in tensors.values())
     with safe_open(path, "pt") as file:
         names = [name for name in file.offset_keys() if tensors[name].nbytes]
-        with counting(path) as read:  # each alone: nothing is read that is not wanted
+        with counting(path) as read:  # single requests: no other tensor is read
             for name in names[::-2]:
                 file.get_tensor(name)
         wanted = sum(tensors[name].nbytes for name in names[::-2])
@@ -341,16 +343,16 @@ def test_neighbours_are_read_ahead_and_only_they(
         before = read_calls(file)
         for name in names[:6]:
             file.get_tensor(name)
-        assert read_calls(file) > before  # some of what follows is there, or on its way
+        assert read_calls(file) > before  # later tensors have been read ahead, or are being read
         with counting(path) as read:
             for name in names[6:]:
                 file.get_tensor(name)
-        assert read.nbytes < total  # nothing twice
+        assert read.nbytes < total  # no tensor is read twice
     assert read_calls(file) == 0
 
 
 def read_calls(file: Any) -> int:
-    """Return how many tensors a handle has, or has on their way, that nobody asked for."""
+    """Return how many tensors a handle has read ahead, or is reading ahead."""
     return file._ahead.begun if file._ahead else 0
 
 
@@ -370,7 +372,7 @@ def test_what_is_read_ahead_is_bounded_and_goes_with_the_handle(directory: pathl
     assert descriptors_of(path) == descriptors // 2
     files.clear()
     del file
-    assert settled(lambda: descriptors_of(path) == 0)  # what the drive has begun is waited for
+    assert settled(lambda: descriptors_of(path) == 0)  # after the end of the reads in flight
 
 
 def test_a_tensor_that_is_larger_than_the_bound_is_not_read_ahead(
@@ -548,7 +550,7 @@ def test_plans_that_cannot_be_are_refused_before_anything_is_read(path: pathlib.
             file.prefetch({})
         with pytest.raises(SliceError):
             file.prefetch({"step": slice(0, 1)})
-        with pytest.raises(SafetensorError, match="names of tensors"):
+        with pytest.raises(SafetensorError, match="is not a tensor"):
             file.prefetch({3: None})  # type: ignore[dict-item]
         with pytest.raises(ValueError, match="threads"):
             file.prefetch(threads=0)
@@ -579,11 +581,11 @@ def test_threads_that_take_get_each_tensor_once(
 
 
 def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
-    """What is on its way is cancelled; nothing else begins."""
+    """The reads in flight are cancelled, and no other one begins."""
     tensors = {f"{at:02}": tensor_of(torch.uint8, (33 << 20) + at) for at in range(6)}
     path = saved(faultfs.path / "large", tensors)
     with counting(path) as read, safe_open(path, "pt", direct="always") as file:
-        faultfs.order(Fault("read", hold=True))  # so that none ends before the loader is dropped
+        faultfs.order(Fault("read", hold=True))  # no read ends before the loader is dropped
         loader = file.prefetch()
         begun = loader._pipeline.held
         assert 2 <= len(begun) < 6
@@ -594,7 +596,7 @@ def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
             read.cancel(wait=True)
         done = threading.Event()
         with tensorferry.open(path) as other:
-            # Callbacks come by one thread, one after the other.
+            # One thread runs the callbacks, one after the other.
             future = other.read_into(bytearray(MIB), 0)
             future.add_done_callback(lambda _: done.set())
             assert done.wait(120)
@@ -618,7 +620,7 @@ def test_a_loader_that_is_closed_under_who_takes_says_so(path: pathlib.Path) -> 
 
 
 def test_a_forked_child_has_no_loaders_of_its_parents(path: pathlib.Path) -> None:
-    """Not even where another thread was at it then."""
+    """Also if another thread was in a call at that time."""
     with safe_open(path, "pt") as file:
         loader = file.prefetch()
 
@@ -637,7 +639,7 @@ def test_a_forked_child_has_no_loaders_of_its_parents(path: pathlib.Path) -> Non
 def test_a_tensor_whose_taking_is_interrupted_can_be_taken_again(
     path: pathlib.Path, tensors: dict[str, torch.Tensor], wanted: slice | None
 ) -> None:
-    """With its bytes: arrays that were made and dropped have given back their pages."""
+    """Its bytes are right: dropped arrays have returned their pages."""
     name = "layers.1.weight"
     expected = tensors[name] if wanted is None else tensors[name][wanted]
     source = str(pathlib.Path(opened.__file__).parent), pipeline.__file__
@@ -654,8 +656,8 @@ def test_a_tensor_whose_taking_is_interrupted_can_be_taken_again(
                 contextlib.suppress(KeyboardInterrupt),
             ):
                 loader.take(name)
-            # Else it is lost between the moment it is given and that in which the caller has it.
-            if at.happened_in is not None and name in loader._left:
+            # Otherwise the tensor is lost between the return of the call and the assignment.
+            if at.happened_in is not None and name in loader._remaining:
                 assert_same(loader.take(name), expected)
             others = dict(loader)
             assert_same(others["mask"], tensors["mask"])

@@ -1,4 +1,4 @@
-"""load_files(): tensors of several files in order, within a budget, and of each no more than the plan wants."""
+"""load_files(): tensors of several files in order, within a budget, and only the parts that the plan selects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 def make(directory: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Write two files with tensors of many kinds; return them and what is in them."""
+    """Write two files with tensors of many kinds; return the paths and the tensors."""
     generator = torch.Generator().manual_seed(14)
 
     def random(*shape: int, dtype: Any = torch.float32) -> Any:
@@ -158,18 +158,18 @@ def test_a_model_is_an_index_or_a_directory(directory: Path) -> None:
     for source in (directory, index):
         assert [name for name, _ in load_files(source)] == ["large", "long"]
     for wrong, message in (
-        ({"large": "../1.safetensors"}, "not beside the index"),
-        ({"nothing": "1.safetensors"}, "it is not"),
-        ({"large": 3}, "no file"),
-        ({"large": "\ud800.safetensors"}, "no file"),
-        ({}, "no tensor"),
+        ({"large": "../1.safetensors"}, "not in the folder of the index"),
+        ({"nothing": "1.safetensors"}, "does not contain it"),
+        ({"large": 3}, "not a file name"),
+        ({"large": "\ud800.safetensors"}, "not a file name"),
+        ({}, "not name any tensor"),
     ):
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(SafetensorError, match=message):
             load_files(index)
     index.unlink()
     save_file({"large": torch.zeros(1)}, directory / "3.safetensors")
-    with pytest.raises(SafetensorError, match=r"'large'.*1\.safetensors', too"):
+    with pytest.raises(SafetensorError, match=r"'large'.*1\.safetensors'"):
         load_files(directory)
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused_before_any_tensor_is_read(directory: Path) ->
             load_files(paths, device=device)
     with pytest.raises(TypeError, match="plan"):
         load_files(paths, ["large"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="files: the list is empty"):
         load_files([])
 
 
@@ -251,7 +251,7 @@ def growth_of_a_load(path: str) -> int:
     list(load_files(path, {"t0": None}))
     before = peak = _resident_nbytes()
     for _, tensor in load_files(path, memory_budget="64MiB"):
-        time.sleep(0.02)  # as much as it may is read meanwhile
+        time.sleep(0.02)  # the read-ahead reaches its limit in this time
         assert not tensor[0]
         peak = max(peak, _resident_nbytes())
     return peak - before
@@ -296,7 +296,7 @@ def test_what_ends_in_the_middle_leaves_nothing(directory: Path) -> None:
         for _ in range(5):
             work()
         gc.collect()
-        # A leak would be 20 times a group's memory; what reads that were given up still hold, or malloc keeps, is less.
+        # A leak would be 20 times the memory of a group; abandoned reads and malloc keep less.
         with leaks.nothing_leaks(resident_slack_nbytes=96 * MIB):
             for _ in range(20):
                 work()
@@ -341,7 +341,7 @@ def test_a_signal_handler_may_take_the_tensor_that_is_waited_for(
 
 
 def test_closed_it_keeps_nothing(directory: Path) -> None:
-    """Whoever still has the iterator."""
+    """Also while the iterator still exists."""
     path = directory / "x.safetensors"
     save_file({f"t{at}": torch.ones(MIB) for at in range(8)}, path)
     loaded = load_files(path, memory_budget="13MiB")
@@ -355,7 +355,7 @@ def test_closed_it_keeps_nothing(directory: Path) -> None:
 
 
 def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(directory: Path) -> None:
-    """The first try is made while an earlier tensor is given, and says nothing."""
+    """The first read happens while an earlier tensor is returned, and its error is not raised then."""
     paths = [directory / f"{number}.safetensors" for number in range(2)]
     for path in paths:
         tensors = {f"{path.stem}{at}": torch.ones(MIB) for at in range(2)}
@@ -371,7 +371,7 @@ def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(director
 
 
 def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(directory: Path) -> None:
-    """Its tensors are where another file has others."""
+    """Its tensors are at the offsets of other tensors in another file."""
     path = directory / "x.safetensors"
     save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
     tensors = load_files(path)
@@ -382,7 +382,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(directory:
     opened = load_files(path)
     names = [next(opened)[0]]
     path.unlink()
-    names += [name for name, _ in opened]  # what is open stays what it was
+    names += [name for name, _ in opened]  # open files do not change
     assert sorted(names) == ["a", "b", "c" * 500]
 
 
@@ -485,7 +485,7 @@ def test_short_columns_are_read_from_the_drive_once_for_all_ranks(directory: Pat
 
 
 def bytes_from_the_drive(path: str) -> int:
-    """Return what eight ranks read, at best: the kernel may take away between them what one has read."""
+    """Return the bytes that eight ranks read, the least of several tries: the kernel may drop pages between ranks."""
     return min(_bytes_from_the_drive(Path(path)) for _ in range(3))
 
 
@@ -515,6 +515,6 @@ def test_plans_of_ranks_are_checked(directory: Path) -> None:
         tensor_parallel_plan(directory, {"x": 2}, 0, 2)
     with pytest.raises(ValueError, match="rank: 2"):
         tensor_parallel_plan(directory, {}, 2, 2)
-    with pytest.raises(ValueError, match="not initialised"):
+    with pytest.raises(ValueError, match="not initialized"):
         tensor_parallel_plan(directory, {})
     assert plans.tensor_parallel_plan(directory, {"*": 0}, 1, 2) == {"x": (slice(3, 6),)}

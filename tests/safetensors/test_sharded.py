@@ -1,4 +1,4 @@
-"""Models over several files: as Hugging Face's libraries write them, and whole at every moment."""
+"""Models in several files: the same as those of Hugging Face's libraries, and complete at every moment."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tied_weights_are_saved_once(directory: pathlib.Path) -> None:
     save_sharded(Tied(strided=True).state_dict(), directory)
     with safetensors.safe_open(directory / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "second.weight": "first.weight"}
-        assert "second.weight" not in file.keys()  # noqa: SIM118 (it is no dict)
+        assert "second.weight" not in file.keys()  # noqa: SIM118 (a file is not a dict)
 
 
 @pytest.mark.parametrize("limit", [0, -1, "5", "5XB", "xGB", "0GB", "infGB", True, 1.5])
@@ -101,7 +101,7 @@ def test_a_size_that_is_none_is_refused(directory: pathlib.Path, limit: Any) -> 
 def test_more_files_than_can_be_open_are_refused(directory: pathlib.Path) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = {str(k): np.zeros(2, "u1") for k in range(limit + 1)}
-    with pytest.raises(ValueError, match="files, and this process may have"):
+    with pytest.raises(ValueError, match="files, and this process may write"):
         save_sharded(state, directory, 2)
     assert files_of(directory) == set()
 
@@ -112,7 +112,7 @@ def test_a_model_takes_the_place_of_another(
     directory: pathlib.Path, before: str, after: str
 ) -> None:
     (directory / "config.json").write_text("{}")
-    (directory / "adapter.safetensors").write_text("somebody's")
+    (directory / "adapter.safetensors").write_text("a user's")
     save_sharded(random_state(1, *[900] * 5), directory, before)
     new = random_state(2, *[900] * 5)
     weights = save_sharded(new, directory, after)
@@ -193,7 +193,7 @@ def test_a_failure_at_any_step_leaves_a_whole_model(
             except OSError:
                 whole = old
         found = loaded(folder)
-        # Only what is left to be removed may fail when the new model is in its place.
+        # After the new model is complete, only the removal of old files may fail.
         is_new = torch.equal(found["t0"], new["t0"])
         assert whole is old or is_new
         assert_model(folder, new if is_new else old)
@@ -233,7 +233,7 @@ def test_a_save_waits_for_another_ones_names(
     old, new = random_state(1, 900, 900), random_state(2, 900, 900)
     save_sharded(old, directory, "1KB")
     monkeypatch.setattr(sharded, "_MAX_WAIT_SECONDS", 0)
-    with sharded._turn(directory):
+    with sharded._exclusive(directory):
         with pytest.raises(tensorferry.StorageError, match="another save"):
             save_sharded(new, directory, "1KB")
         assert_model(directory, old)
@@ -305,7 +305,7 @@ def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int
     new = random_state(1, 900)
     save_sharded(new, directory)
     assert_model(directory, new)
-    # Files that no index names any more may be left, where it was killed while it removed them.
+    # A kill during the removal may leave old files that no index names.
     left = {name for name in files_of(directory) if not name.startswith(".tensorferry-")}
     assert left <= {"model.safetensors", *names_of(2), *names_of(3)}
 
@@ -326,7 +326,7 @@ def test_a_power_cut_after_a_synced_save_loses_nothing(cut: Cut, before: str, si
 def test_a_weight_behind_a_link_is_as_durable_as_others(
     faultfs: FaultFS, directory: pathlib.Path
 ) -> None:
-    """Its new name is where the link leads, as in Hugging Face's cache."""
+    """The new file gets the name of the link's target, as in Hugging Face's cache."""
     blob = faultfs.path / "0123"
     blob.write_bytes(b"old")
     (directory / "model.safetensors").symlink_to(blob)
@@ -337,7 +337,7 @@ def test_a_weight_behind_a_link_is_as_durable_as_others(
 
 
 def test_a_directory_that_may_not_last_is_not_kept(faultfs: FaultFS) -> None:
-    """A save that finds it would take its name for durable."""
+    """Otherwise a later save that finds the directory would consider its name durable."""
     directory = faultfs.path / "new" / "model"
     for names_before in range(2):
         faultfs.order(Fault("fsyncdir", skip=names_before, times=1, error=errno.EIO))

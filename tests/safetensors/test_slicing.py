@@ -1,4 +1,4 @@
-"""Slices: what torch's own indexing gives of the whole tensor, and no more bytes read than that needs."""
+"""Slices: equal to torch's indexing of the whole tensor, with reads of only the bytes that they need."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
 
 
 def needed_at_most(tensor: torch.Tensor, index: Any) -> int:
-    """Return the bytes of whole sectors around what an index needs; gaps below 64 KiB, of a list on average, count.
+    """Return the bytes of whole sectors that an index needs, including gaps below 64 KiB (for lists: on average).
 
     Several lists need all combinations of their positions.
     """
@@ -212,7 +212,7 @@ def test_numpys_slices_are_torchs_as_well(
 @given(data=st.data())
 @settings(max_examples=examples(200))
 def test_plans_are_bounded_and_cover_each_wanted_byte_once(data: st.DataObject) -> None:
-    """Exhaustive in bytes, for shapes whose real ones would take gigabytes."""
+    """Checks every byte, of small shapes in place of real ones of gigabytes."""
     itemsize = data.draw(st.sampled_from([1, 2, 8]))
     shape = tuple(data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3)))
     positions: list[Any] = []

@@ -1,1 +1,1 @@
-"""The suite again, in processes that seccomp filters forbid the faster engines."""
+"""Runs the suite again in processes with seccomp filters that forbid the faster engines."""

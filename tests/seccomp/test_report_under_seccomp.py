@@ -1,4 +1,4 @@
-"""`tensorferry report` where seccomp forbids io_uring, and where it forbids Linux AIO as well."""
+"""`tensorferry report` under seccomp filters that forbid io_uring, or io_uring and Linux AIO."""
 
 from __future__ import annotations
 

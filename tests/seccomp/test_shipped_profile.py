@@ -1,4 +1,4 @@
-"""The seccomp profile that is shipped: io_uring works under it, and what containers are refused is refused."""
+"""The shipped seccomp profile: it allows io_uring, and refuses the calls that containers must not make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLONE_NEWUSER, SIGCHLD = 0x10000000, 17
 
 
 def under_the_profile(directory: str) -> dict[str, object]:
-    """Take the profile as a container's runtime does; return what the engines say, and what is refused how."""
+    """Load the profile as a container runtime does; return the engines' answers, and the errors of refused calls."""
     import pyseccomp
 
     profile = json.loads(PROFILE.read_text())

@@ -1,4 +1,4 @@
-"""The whole suite passes where seccomp forbids io_uring, and where it forbids Linux AIO as well."""
+"""The whole suite passes under seccomp filters that forbid io_uring, or io_uring and Linux AIO."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TIMEOUT_S = 1500
 FILTERS = {"libaio": ["io_uring"], "threads": ["io_uring", "aio"]}
 BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}
 
-# What leaves the choice of the engine to the core: files, handles and streams; and what stands on them, which cannot
-# know what was chosen, with the last engine that there is. All else runs with each engine elsewhere.
+# Tests in which the core chooses the engine: files, handles and streams. Tests of the layers above, which do not depend
+# on that choice, run with the last engine only. All other tests run with each engine outside of this suite.
 CHOOSING = [
     "tests/transfers/test_files.py",
     "tests/transfers/test_handles.py",
@@ -38,7 +38,7 @@ AT_LEAST = {"libaio": 85, "threads": 140} if TORCH else {"libaio": 70, "threads"
 
 
 def under_seccomp(engine: str) -> list[str]:
-    """Return the command that runs another where engine is the best one left."""
+    """Return a command prefix that leaves engine as the best available one."""
     required.module("pyseccomp")
     command = [sys.executable, "-m", "tests.support.seccomp"]
     for group in FILTERS[engine]:
@@ -88,7 +88,7 @@ def test_where_io_uring_is_hidden_as_by_podman_the_refusal_names_it_and_no_old_k
 @pytest.mark.parametrize("engine", FILTERS)
 def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
     suites.assert_passes(
-        # What names its engine does here what it does anywhere.
+        # A test with the fixture `engine` behaves here as in the main suite.
         [*SUITES[engine], "-m", "not engine"],
         tmp_path,
         timeout_s=TIMEOUT_S,

@@ -47,7 +47,7 @@ def weights_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def assert_read_once(folder: pathlib.Path, load: Callable[[], None]) -> None:
-    """Have two ranks load a model, and compare what both have read with the size of its files."""
+    """Load a model on two ranks, and compare the bytes that both have read with the size of its files."""
     import torch
 
     from tensorferry.safetensors.plans import Tensors

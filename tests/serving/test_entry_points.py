@@ -1,4 +1,4 @@
-"""What programs that serve models find of us. That they can use it, test_vllm.py and test_sglang.py see."""
+"""The entry points that programs for serving models discover; test_vllm.py and test_sglang.py test their use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_without_the_program_the_import_says_what_is_missing(program: str) -> No
     if importlib.util.find_spec(program):
         pytest.skip(f"{program} is installed")
     with pytest.raises(
-        ImportError, match=rf"needs .*No module named '{program}.*pip install"
+        ImportError, match=rf"requires .*No module named '{program}.*pip install"
     ) as info:
         importlib.import_module(f"tensorferry.serving.{program}")
     assert info.value.name == program
@@ -56,7 +56,7 @@ def register_model_loader(name):
 
 from vllm.model_executor.model_loader import default_loader
 """
-# As much of vLLM as the plug-in imports, in the places where vLLM 0.31 has it.
+# The parts of vLLM that the plug-in imports, in the modules of vLLM 0.31.
 VLLM = {
     "__init__": "",
     "distributed": "def get_tp_group(): ...",
@@ -71,7 +71,7 @@ VLLM = {
 
 
 def run_with_vllm(folder: pathlib.Path, program: str, **changed: str) -> str:
-    """Run a program where `vllm` is VLLM, and return what it prints."""
+    """Run a program with VLLM as the package `vllm`, and return its output."""
     for name, text in (VLLM | changed).items():
         path = folder / "vllm" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,4 +117,4 @@ print(LOADERS)
         tmp_path, program, **{"model_executor/model_loader/ep_weight_filter": "other = 1"}
     )
     assert "{'auto': None}" in printed
-    assert "load format 'tensorferry' needs vLLM, 0.31 or later: cannot import name" in printed
+    assert "load format 'tensorferry' requires vLLM 0.31 or later: cannot import name" in printed

@@ -1,1 +1,1 @@
-"""The stand-in driver: its own tests, and the GPU suite again with it in place of a GPU."""
+"""Tests of the stand-in driver, and the GPU suite again with it in place of a GPU."""

@@ -1,4 +1,4 @@
-"""The stand-in driver behaves like CUDA where the tests rely on it; nothing of tensorferry is used."""
+"""The stand-in driver behaves like CUDA as far as the tests rely on it; these tests do not use tensorferry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a GPU passes on the stand-in driver's, with every engine."""
+"""The tests that need a GPU pass on the stand-in driver, with every engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import standin, suites
 if TYPE_CHECKING:
     import pathlib
 
-# The stand-in driver has none of torch's CUDA tensors.
+# torch cannot make CUDA tensors on the stand-in driver.
 SUITES = ["tests/gpu", "tests/standin/driver", "--ignore=tests/gpu/test_torch_cuda.py"]
 TIMEOUT_S = 1500
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 1500
 def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
     first = engine == ENGINES[0]
     chosen = [] if first else ["-m", "engine"]  # the others once
-    # Torch must not meet a real driver in a process whose core has met another.
+    # Torch must not find a real GPU in a process in which the core uses the stand-in driver.
     environment = standin.environment() | {"TENSORFERRY_ENGINE": engine, "CUDA_VISIBLE_DEVICES": ""}
     suites.assert_passes(
         [*SUITES, *chosen, "--timeout", "180"],

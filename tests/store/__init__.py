@@ -1,1 +1,1 @@
-"""Tests of stores: against a dictionary, with faults, what lasts, and who meets in one."""
+"""Tests of stores: compared with a dictionary, with faults, after a close, and with concurrent users."""

@@ -1,4 +1,4 @@
-"""What tests of stores write, and to how large files."""
+"""Data and sizes of files for the tests of stores."""
 
 import numpy as np
 

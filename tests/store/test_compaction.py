@@ -1,4 +1,4 @@
-"""Segments that are nearly empty are given back, and nothing that is stored is harmed by it."""
+"""Compaction: nearly empty segments are freed, and stored tensors are unchanged."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ EVERYTHING = -(1 << 60), 0
 
 
 def used_nbytes(*directories):
-    """Return what files that this process has open in directories have of the drive, as du counts it."""
+    """Return the disk space of this process's open files in directories, as du counts it."""
     found = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -35,7 +35,7 @@ def used_nbytes(*directories):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_life_keeps_what_is_stored(tmp_path, seed):
-    """Snapshots, commits, mappings and rewrites in any order, of a store that gives up all that it may."""
+    """Snapshots, commits, mappings and rewrites in any order, of a store that compacts as much as possible."""
     rng = np.random.default_rng(seed)
     paths = [tmp_path / "a", tmp_path / "b"][: 1 + seed % 2]
     temporary, checksums = seed % 4 < 2, seed < 6
@@ -47,7 +47,7 @@ def test_any_life_keeps_what_is_stored(tmp_path, seed):
 
 
 class Life:
-    """A store beside dictionaries of what it, its mappings, snapshots and commits must have."""
+    """A store, and dictionaries with the expected contents of it, its mappings, snapshots and commits."""
 
     def __init__(self, root, paths, rng, **options):
         self.root, self.paths, self.rng, self.options = root, paths, rng, options
@@ -148,7 +148,7 @@ class Life:
             segments = list(directory.segments.values())
             assert directory.held_nbytes == sum(one.held_nbytes for one in segments)
             assert directory.used_nbytes == sum(one.used_nbytes for one in segments)
-            for one in segments:  # and some blocks that tell where its others are
+            for one in segments:  # and the blocks of its metadata
                 assert os.fstat(one.file.descriptor).st_blocks * 512 <= one.held_nbytes + 16384
 
     def end(self):
@@ -167,9 +167,9 @@ def assert_has(store, model):
 
 
 def sparse(store, snapshot=None, count=24, nbytes=5000):
-    """Leave little in each segment: of many tensors one, since others have been written anew after a snapshot.
+    """Leave few tensors in each segment: the others have been rewritten after a snapshot.
 
-    On a file system without links what a snapshot would do to segments is done to them.
+    On a file system without links, the effect of a snapshot on the segments is simulated.
     """
     model = {str(at): pattern(nbytes, at) for at in range(count)}
     for name, data in model.items():
@@ -178,7 +178,7 @@ def sparse(store, snapshot=None, count=24, nbytes=5000):
         store.snapshot(snapshot)
     else:
         store._contents(b"")  # waits
-        store._room.retire(list(store._room.segments()))
+        store._allocator.retire(list(store._allocator.segments()))
     for at in range(count):
         if at % 8:
             model[str(at)] = pattern(nbytes, 1000 + at)
@@ -211,7 +211,7 @@ def test_many_rewrites_with_snapshots_take_twice_the_bytes_and_64_mib(tmp_path, 
 
         assert leaks.settled(lambda: used_nbytes(tmp_path / "s")[0] <= bound())
         assert_has(store, model)
-        for name in sorted(model)[20:]:  # and when nearly nothing is left
+        for name in sorted(model)[20:]:  # leaves nearly no tensors
             store.delete(name)
             del model[name]
         if "temporary" in options:
@@ -300,7 +300,7 @@ def test_what_is_damaged_stays_and_is_reported(faultfs):
             file.seek(piece.offset)
             file.write(bytes(4096))
         number = piece.segment.number
-        del piece  # which would keep it where it is
+        del piece  # a mapping would keep the tensor in its segment
         for _ in range(2):
             compaction.compact(store, *EVERYTHING)
             with pytest.raises(tensorferry.ChecksumError, match="'8'"):

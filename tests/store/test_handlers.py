@@ -1,4 +1,4 @@
-"""Signal handlers and finalizers that call a store which is in the middle of a call, and Ctrl-C there."""
+"""Signal handlers and finalizers that call a store during another call of it, and Ctrl-C at such moments."""
 
 import contextlib
 import gc
@@ -61,13 +61,13 @@ def assert_sound(store, path):
         for name in sizes:
             assert (store.read(name).result() == value).all()
     store.commit(b"end")
-    want = sum(map(store._room.rounded, sizes.values()))
+    want = sum(map(store._allocator.rounded, sizes.values()))
 
     def used():
         gc.collect()
         return store.stats()["directories"][0]["used_nbytes"]
 
-    leaks.settled(lambda: used() == want)  # the thread of callbacks may be about to let go
+    leaks.settled(lambda: used() == want)  # the callback thread may still have references
     assert used() == want
     assert store.stats()["in_flight"] == 0
     store.close()
@@ -81,7 +81,7 @@ def assert_sound(store, path):
             for name in old:
                 got = old.read(name).result()
                 assert (got == got[0]).all()
-    # What an interrupted snapshot has left goes with the next one.
+    # The next snapshot removes the files that an interrupted one has left.
     with TensorStore(path / "other") as other:
         other.write("x", b"x")
         other.snapshot(path / "next")
@@ -105,7 +105,7 @@ def interrupt():
 def test_a_handler_is_served_or_refused(tmp_path, action):
     tried, served, refused = [], [], []
     some = itertools.count(2 + list(ACTIONS).index(action) * 11, STEP)
-    for number in itertools.chain([1], some):  # at 1 nothing has begun
+    for number in itertools.chain([1], some):  # at 1 the call has not begun
         tried.append(number)
         path = tmp_path / str(number)
         store = begun(path)
@@ -130,7 +130,7 @@ def test_a_handler_is_served_or_refused(tmp_path, action):
 
 
 def test_ctrl_c_at_many_moments(tmp_path, monkeypatch):
-    # Else what it ended is kept, with all that it knew: finalizers cannot raise.
+    # Otherwise the ignored exception keeps its frames alive, because finalizers cannot raise.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     for number in itertools.count(7, STEP):
         path = tmp_path / str(number)
@@ -155,7 +155,7 @@ def test_close_can_be_interrupted_anywhere_and_called_again(tmp_path):
         store.close()
         assert store.closed
         ticket.result()
-        # The directory is free, and what was committed is there.
+        # The directory is unlocked, and the commit is there.
         TensorStore(path / "s", temporary=False).close()
         with TensorStore.open(path / "s") as old:
             assert (old.read("a").result() == 1).all()

@@ -1,4 +1,4 @@
-"""What outlives a store, or a later write: mappings, snapshots, commits."""
+"""Data that outlive a store or a later write: mappings, snapshots, commits."""
 
 import errno
 import functools
@@ -133,7 +133,7 @@ def test_a_snapshot_takes_no_copy_and_its_space_goes_with_it(tmp_path, store):
     written = store.stats()["written_nbytes"]
     assert used(tmp_path / "snap") <= before["reserved_nbytes"] + SEGMENT
     assert all(file.stat().st_nlink == 1 for file in (tmp_path / "snap").iterdir())
-    fill(store, 2)  # and now nothing of the store is in the snapshot's files
+    fill(store, 2)  # after this the store has no tensors in the snapshot's files
     shutil.rmtree(tmp_path / "snap")
     after = store.stats()["directories"][0]
     assert after["reserved_nbytes"] <= before["reserved_nbytes"] * 1.5
@@ -141,7 +141,7 @@ def test_a_snapshot_takes_no_copy_and_its_space_goes_with_it(tmp_path, store):
 
 
 def test_snapshots_of_snapshots_files(tmp_path, store):
-    """A file that all names of have gone again cannot be linked any more: it is copied."""
+    """A file without any name cannot be linked again, so it is copied."""
     tensors = fill(store, 1)
     store.snapshot(tmp_path / "first")
     store.snapshot(tmp_path / "second")
@@ -179,7 +179,7 @@ def finish(partial, manifest):
     print("made", flush=True)
     time.sleep(600)
 
-snapshots.Partial.finish = finish
+snapshots.UnfinishedSnapshot.finish = finish
 with TensorStore(sys.argv[1] + "/store") as store:
     store.write("a", bytes(1000))
     store.snapshot(sys.argv[1] + "/snap")
@@ -197,7 +197,7 @@ def test_what_a_killed_snapshot_leaves_goes_with_the_next_one_beside_it(tmp_path
         try:
             assert child.stdout.readline() == "made\n"
             store.snapshot(tmp_path / "other")
-            assert len(partial()) == 1, "somebody still makes it"
+            assert len(partial()) == 1, "another process is still making it"
         finally:
             child.kill()
     store.snapshot(tmp_path / "next")
@@ -212,7 +212,7 @@ def test_a_snapshot_without_space_for_what_it_freezes_leaves_nothing(tmp_path, s
     def make(*_):
         raise tensorferry.StorageError(errno.ENOSPC, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(directory, "make", make)
+    monkeypatch.setattr(directory, "make_segment", make)
     with pytest.raises(tensorferry.StorageError, match="No space"):
         store.snapshot(tmp_path / "snap")
     monkeypatch.undo()
@@ -584,9 +584,9 @@ def test_a_snapshot_may_have_any_name_that_the_file_system_takes(tmp_path, store
 
 @pytest.fixture
 def nothing_tried():
-    publication._renaming.clear()
+    publication._renames_checked.clear()
     yield
-    publication._renaming.clear()
+    publication._renames_checked.clear()
 
 
 @pytest.mark.usefixtures("nothing_tried")

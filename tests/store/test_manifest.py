@@ -1,4 +1,4 @@
-"""Manifests that are anybody's: what is not sound is refused, whatever it says."""
+"""Manifests from untrusted sources: every manifest that is not sound is refused."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def snapshot(original, tmp_path):
-    """A snapshot whose manifest may be changed."""
+    """Return a snapshot with a manifest that a test may change."""
     path = tmp_path / "snap"
     path.mkdir()
     for file in original.iterdir():
@@ -124,7 +124,7 @@ CRAFTED = {
         body, 5, [base64.b64encode(bytes(8)).decode()] * len(body["tensors"][0][4])
     ),
     "a name twice": lambda body: changed(body, tensors=[body["tensors"][0]] * 2),
-    "a name that is no text": lambda body: tensor(body, 0, 7),
+    "a name that is not a string": lambda body: tensor(body, 0, 7),
     "no tensors": lambda body: changed(body, tensors=None),
     "no segments": lambda body: changed(body, segments=[]),
     "no directories": lambda body: changed(body, directories=0),
@@ -200,7 +200,7 @@ def test_a_manifest_that_is_a_pipe_is_refused(snapshot):
 @settings(max_examples=examples(300))
 @given(data=st.data())
 def test_a_manifest_with_any_value_anywhere_is_refused_or_sound(original, data):
-    """Whatever stands somewhere: ValueError, or what it says can be used."""
+    """With any value at any place of a manifest, the store raises ValueError or can be used."""
     body = body_of(original)
     places = []
 

@@ -1,4 +1,4 @@
-"""Threads, tasks, snapshots, commits and Ctrl-C that meet in one store."""
+"""Concurrent threads, tasks, snapshots, commits and Ctrl-C in one store."""
 
 import asyncio
 import gc
@@ -199,14 +199,14 @@ def test_a_directory_that_grows_slowly_stops_no_other(tmp_path, call, temporary)
     if refusal := slow_calls.why_unavailable():
         required.missing("slow calls", refusal)
     if call == "open" and temporary:
-        call = "open_directory"  # that is what opening a file without a name looks like
+        call = "open_directory"  # the name of calls that open an unnamed file
     environment = slow_calls.SlowCalls(tmp_path / "slow-calls").environment()
     arguments = {"directory": tmp_path, "call": call, "temporary": temporary}
     child.call(f"{__name__}:others_go_on", environment=environment, **arguments)
 
 
 def others_go_on(directory, call, temporary):
-    """Write and read while one directory's new segment does not come."""
+    """Write and read while the new segment of one directory hangs."""
     calls = slow_calls.attached()
     paths = [f"{directory}/fast", f"{directory}/slow"]  # commits are written to the first one
     with TensorStore(paths, segment_nbytes=SEGMENT, temporary=temporary) as store:

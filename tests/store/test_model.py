@@ -1,4 +1,4 @@
-"""Any order of calls, against a dictionary."""
+"""Random sequences of calls, compared with a dictionary."""
 
 import shutil
 import tempfile
@@ -177,10 +177,10 @@ class StoreMachine(RuleBasedStateMachine):
                 self.assert_has(old, model)
         if self.committed is None:
             self.mappings.clear()
-            want = sum(self.store._room.rounded(value.nbytes) for value in self.model.values())
+            want = sum(self.store._allocator.rounded(value.nbytes) for value in self.model.values())
             leaks.settled(
                 lambda: self.used() == want
-            )  # the thread of callbacks may be about to let go
+            )  # the callback thread may still have references
             assert self.used() == want
         self.store.close()
         if self.committed is not None:
@@ -210,11 +210,11 @@ class SpaceMachine(RuleBasedStateMachine):
     def new_segment(self, size):
         number = len(self.free)
         self.free[number] = [True] * size
-        self.space.give(number, 0, size)
+        self.space.free(number, 0, size)
 
     @rule(nbytes=st.integers(1, 32))
     def take(self, nbytes):
-        found = self.space.take(nbytes)
+        found = self.space.allocate(nbytes)
         if found is None:
             assert all(nbytes > gap for gaps in map(gaps_of, self.free.values()) for gap in gaps)
             return
@@ -229,7 +229,7 @@ class SpaceMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.taken) - 1))
         segment, begin, nbytes = self.taken.pop(at)
         self.free[segment][begin : begin + nbytes] = [True] * nbytes
-        self.space.give(segment, begin, nbytes)
+        self.space.free(segment, begin, nbytes)
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())

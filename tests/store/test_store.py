@@ -1,4 +1,4 @@
-"""A store against what it is: a dictionary whose values are on a drive."""
+"""A store compared with its model: a dictionary with values on a drive."""
 
 import asyncio
 import errno

@@ -1,7 +1,7 @@
-"""Buckets and web servers on loopback, each in a process of its own: moto's S3 server, and a plain one for a folder.
+"""Buckets and web servers on loopback, each in a separate process: moto's S3 server, and a plain one for a folder.
 
-A process of its own has its own processor time, can be killed, and ends with who started it. Where moto or obstore is
-missing the tests that use these are skipped. In front of each a `fault_proxy.FaultProxy` can be put.
+A separate process has its own processor time, can be killed, and ends with the process that started it. If moto or
+obstore is missing, the tests that use these servers are skipped. A `fault_proxy.FaultProxy` can run before each server.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _numbers = itertools.count(1)
 
 @contextlib.contextmanager
 def s3_server(command: Iterable[str] = ()) -> Iterator[str]:
-    """Run moto's S3 server, give its address; `command` is put before it, such as what starts it in a cgroup."""
+    """Run moto's S3 server and yield its address; `command` is a prefix, such as a command that enters a cgroup."""
     required.module("moto")
-    required.module("flask_cors")  # which moto's server needs, and does not install by itself
+    required.module("flask_cors")  # moto's server needs it and does not depend on it
     with serving([*command, sys.executable, "-m", __name__, "s3"]) as address:
         yield address
 
@@ -70,7 +70,7 @@ class Bucket:
         return f"s3://{self.name}/{key}"
 
     def environment(self) -> dict[str, str]:
-        """Return what makes `s3://` addresses lead here."""
+        """Return the environment variables that make `s3://` addresses use this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": KEY,

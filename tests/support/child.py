@@ -1,8 +1,8 @@
-"""Calls functions in processes of their own: for what would end this one, or change it for good.
+"""Calls functions in separate processes, for tests that would end this process or change it permanently.
 
-Each is forked by a server that has imported what others made, and nothing of ours: imports take half a second of
-processor, with torch three. What the function returns comes back as JSON before the child leaves the interpreter, so
-that the way it leaves can be tested too.
+Each process is forked by a server that has imported other packages and nothing of ours, because these imports need half
+a second of CPU time, or three with torch. The function's result is sent as JSON before the child leaves the
+interpreter, so a test can also check how it leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 ROOT = pathlib.Path(__file__).parents[2]
 IDLE_MAX = 4
 IMPORTS = ["asyncio", "numpy", "pytest"]
-# What these variables say is looked at when it is needed; any other may have changed how the server began.
+# The child reads these variables when it needs them. A difference in any other variable needs another server, because
+# it may have changed how the server started.
 READ_LATE = {"PYTEST_CURRENT_TEST", "TENSORFERRY_ENGINE", "TENSORFERRY_SLOW_CALLS"}
 
 
@@ -105,7 +106,7 @@ class _Server:
     def idle(
         cls, prefix: list[str], imports: list[str], environment: dict[str, str], output: IO[str]
     ) -> _Server:
-        """Return a server that was started like this and does nothing now."""
+        """Return an idle server that was started with these arguments, or a new one."""
         early = {name: value for name, value in environment.items() if name not in READ_LATE}
         started = (prefix, imports, early)
         for server in cls._idle:
@@ -164,7 +165,7 @@ def serve(descriptor: str, *imports: str) -> None:
             os.close(file)
         requests.send(str(child).encode())
         status = os.waitpid(child, 0)[1]
-        with contextlib.suppress(BrokenPipeError):  # nobody waited so long
+        with contextlib.suppress(BrokenPipeError):  # the test has stopped waiting
             requests.send(str(status).encode())
     requests.close()
     output, descriptor = descriptors
@@ -175,7 +176,7 @@ def serve(descriptor: str, *imports: str) -> None:
 
 
 def answer(function: str, arguments: dict[str, Any], descriptor: int) -> None:
-    """Call `module:function`, and write what it returns to the descriptor."""
+    """Call `module:function`, and write its result to the descriptor."""
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(**arguments)
     with os.fdopen(descriptor, "w") as file:

@@ -1,4 +1,4 @@
-"""Commands that tests run for what they print."""
+"""Runs commands and captures their output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(
     cwd: Path | None = None,
     timeout_s: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without input; what it printed, complaints included, is in stdout."""
+    """Run a command without input; its stdout and stderr are together in stdout."""
     return subprocess.run(
         command,
         env=env,
@@ -40,12 +40,12 @@ def on_terminal(
     cwd: Path | None = None,
     streams: Sequence[str] = ("stdout",),
 ) -> bytes:
-    """Run a command of which these streams are a terminal's, to a good end; return what that got."""
+    """Run a command with these streams on a terminal; it must succeed. Return the terminal's output."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, env=env, cwd=cwd, **dict.fromkeys(streams, theirs)) as process:  # type: ignore[call-overload]
         os.close(theirs)
         output = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # Linux reports EIO when the other end is closed
             while part := os.read(ours, 65536):
                 output += part
     os.close(ours)

@@ -1,4 +1,4 @@
-"""The GPU benchmark's contenders on tensors of the CPU, so that the scenario itself is tested where there is no GPU."""
+"""The GPU benchmark's contenders on tensors of the CPU, to test the scenario on machines without a GPU."""
 
 from __future__ import annotations
 

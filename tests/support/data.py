@@ -1,4 +1,4 @@
-"""Random bytes that any failure can be replayed with: the seed stands in pytest's header."""
+"""Random bytes from a seed, which pytest's header shows, so failures can be replayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RandomBytes:
         return np.frombuffer(self.generator.bytes(nbytes), np.uint8).copy()
 
     def at(self, nbytes: int, misalignment: int) -> Bytes:
-        """Return random bytes whose address is `misalignment` modulo 4096."""
+        """Return random bytes at an address that is `misalignment` modulo 4096."""
         array = aligned(nbytes, misalignment)
         array[:] = self(nbytes)
         return array
@@ -44,7 +44,7 @@ def crcs(data: bytes, nbytes: int) -> list[int]:
 
 
 def aligned(nbytes: int, misalignment: int = 0) -> Bytes:
-    """Return an array of zeros whose address is `misalignment` modulo 4096."""
+    """Return an array of zeros at an address that is `misalignment` modulo 4096."""
     storage = np.zeros(nbytes + 8192, np.uint8)
     start = (misalignment - storage.ctypes.data) % 4096
     return storage[start : start + nbytes]
@@ -54,7 +54,7 @@ FOLD_NBYTES = 32 << 20
 
 
 def folded(nbytes: int, apart: Sequence[slice]) -> Bytes:
-    """Return an array of which all parts of 32 MiB are the same memory, but for those that hold bytes of `apart`."""
+    """Return an array in which all parts of 32 MiB map the same memory, except those with offsets of `apart`."""
     memory = mmap.mmap(-1, nbytes + FOLD_NBYTES)
     array = np.frombuffer(memory, np.uint8)
     map_fixed = ctypes.CDLL(None, use_errno=True).mmap

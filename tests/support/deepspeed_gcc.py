@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The environment in which DeepSpeed's own engine is compiled, once for a clone, and a compiler that is quick at it.
+"""The environment that compiles DeepSpeed's own engine, once for each clone, and a wrapper that compiles it quickly.
 
-Nearly all of what compiling costs is torch's headers, a dozen files read them, and several tests need the result. So
-this program, run as the compiler, compiles all files of an extension as one: the first that build.ninja names gets the
-code of all, the objects of the others are empty. Headers without guards get some, constants that several files define
-a name for each. Objects are kept outside the clone, by what they were made of.
+A dozen files include torch's headers, which take nearly all of the compile time, and several tests need the result.
+This program runs as the compiler, and compiles all files of an extension as one. The first file that build.ninja names
+gets the code of all, and the objects of the others are empty. It adds guards to headers that have none, and renames
+constants that several files define. Objects are cached outside the clone, under a hash of their inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str]) -> None:
-    """Do what g++ would."""
+    """Compile as g++ does."""
     if "-c" in arguments:
         rules = Path("build.ninja").read_text()
         sources = [Path(name) for name in re.findall(r": compile (\S+)$", rules, re.MULTILINE)]
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 def compile_all(sources: list[Path], whole: Path, arguments: list[str]) -> None:
-    """Compile sources as one, from a copy of their project in the folder `whole`, or take what is kept; and leave."""
+    """Compile sources as one, from a copy of their project in the folder `whole`, or use a cached object; then exit."""
     csrc = next(folder for folder in sources[0].parents if folder.name == "csrc")
     shutil.copytree(csrc, whole)
     code = ""
@@ -59,7 +59,7 @@ def compile_all(sources: list[Path], whole: Path, arguments: list[str]) -> None:
         code += f'#include "{source.relative_to(csrc)}"\n'
         code += "".join(f"#undef {name}\n" for name in constants)
     (whole / "all.cpp").write_text(code)
-    # What decides the object, without places: the code, the processor (-march=native), compiler, torch and options.
+    # The inputs of the object file, without paths: code, processor (-march=native), compiler, torch and options.
     made_of = [
         path.read_text() for path in sorted(whole.rglob("*")) if path.suffix in (".h", ".cpp")
     ]

@@ -1,7 +1,7 @@
-"""How much is tried of what may be repeated at will: examples that are drawn, combinations of parameters.
+"""The effort of tests that can repeat any number of times: drawn examples, and combinations of parameters.
 
-TENSORFERRY_TEST_EFFORT is a factor. Suites that run again for another engine have a part of it; with 2 or more, tests
-marked `in_turn` meet every engine in every combination.
+TENSORFERRY_TEST_EFFORT is a factor. Suites that run again for another engine use a fraction of it. With 2 or more,
+tests marked `in_turn` run with every engine in every combination.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ EVERY_COMBINATION = EFFORT >= 2
 
 
 def examples(count: int) -> int:
-    """Return how many examples to draw where usually count are."""
+    """Return the number of examples to draw; count is the number with an effort of 1."""
     return max(5, round(count * EFFORT))

@@ -1,8 +1,8 @@
-"""Which engines a test meets, where not each of them."""
+"""Selects the engines of a test that does not need all of them."""
 
 from __future__ import annotations
 
 import pytest
 
-# For what is over, or refused, before any engine has a part in it.
+# For operations that end, or are refused, before an engine takes part.
 one_engine = pytest.mark.parametrize("engine", ["threads"], indirect=True)

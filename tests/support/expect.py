@@ -1,4 +1,4 @@
-"""What the fault tests expect of every error, and of a handle that has met one."""
+"""The fault tests' expectations of every error, and of a handle after an error."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def interrupted_in(function: Any, faultfs: FaultFS) -> Iterator[None]:
 def short_read(
     path: os.PathLike[str], *, expected: int, transferred: int | None = None
 ) -> Iterator[None]:
-    """Expect a ShortReadError that names the file and says how far the read came."""
+    """Expect a ShortReadError that names the file and the number of bytes read."""
     with pytest.raises(tensorferry.ShortReadError) as caught:
         yield
     error = caught.value
@@ -113,7 +113,7 @@ def short_read(
 
 
 def assert_works(handle: tensorferry.aio_handle, directory: pathlib.Path) -> None:
-    """Check that nothing is pending on handle, and that it writes and reads a file."""
+    """Check that the handle has no pending operations, and that it writes and reads a file."""
     assert handle.wait() == 0
     path = directory / "still-works"
     written = np.arange(10007, dtype=np.uint32).view(np.uint8)
@@ -127,7 +127,7 @@ def assert_works(handle: tensorferry.aio_handle, directory: pathlib.Path) -> Non
 
 
 def assert_equal(actual: Any, wanted: Any) -> None:
-    """Compare bytes; say where the first difference lies rather than print everything."""
+    """Compare bytes; report the position of the first difference instead of all bytes."""
     actual, wanted = (np.frombuffer(as_bytes(array), np.uint8) for array in (actual, wanted))
     assert actual.size == wanted.size, f"{actual.size} bytes instead of {wanted.size}"
     different = np.flatnonzero(actual != wanted)

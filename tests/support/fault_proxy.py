@@ -1,7 +1,8 @@
-"""A proxy in front of a server on loopback, which records what is asked and answers wrongly on demand.
+"""A proxy in front of a server on loopback, which records requests, and answers wrongly on demand.
 
-It runs in threads of this process: its plan and its records are plain objects. With a delay alone it can run in one of
-its own: `python -m tests.support.fault_proxy ADDRESS DELAY_SECONDS` writes its port, and ends with its standard input.
+It runs in threads of this process, so its plan and its records are plain objects. With only a delay it can run in a
+separate process: `python -m tests.support.fault_proxy ADDRESS DELAY_SECONDS` prints its port, and ends when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NO_BODY = (204, 304)
 
 @dataclass
 class Request:
-    """What was asked, and what became of it."""
+    """A request, and its outcome."""
 
     method: str
     path: str  # without its first slash: bucket/key
@@ -41,20 +42,20 @@ class Request:
     state: str = "received"  # then "passed on", "answered", or "cut" in the middle
     status: int | None = None
     sent_nbytes: int = (
-        0  # of the answer's body: counted, as the state is told, before they are sent
+        0  # bytes of the answer's body; the count and the state change before they are sent
     )
     time: float = field(default_factory=time.monotonic)
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """Return where the range that is asked for begins and ends."""
+        """Return the begin and the end of the requested range."""
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         return (int(found[1]), int(found[2]) + 1) if found else None
 
 
 @dataclass
 class Fault:
-    """What happens to requests that match, `times` times; None: always. Several may happen to one request."""
+    """A fault for `times` matching requests (None: for all). A request may meet several faults."""
 
     method: str = "*"
     path: str = "*"  # a pattern for bucket/key
@@ -70,14 +71,14 @@ class Fault:
     short: int | None = (
         None  # so many bytes of the body are missing at its end, which the connection's end shows
     )
-    honest: bool | None = None  # with a Content-Length that says so
+    honest: bool | None = None  # with a Content-Length of the shortened body
     shift: int | None = (
-        None  # another range is asked for and answered, so many bytes behind the one that was wanted
+        None  # another range is requested and answered, so many bytes after the requested one
     )
-    quiet: bool | None = None  # with the Content-Range of the one that was wanted
-    etag: str | None = None  # in the answer, in place of its own; empty: none
+    quiet: bool | None = None  # with the Content-Range of the requested one
+    etag: str | None = None  # replaces the answer's etag; empty: the answer has none
     alter: bool | None = (
-        None  # a byte of the middle of the body: of the answer's if it is a GET, else the request's
+        None  # changes a byte in the middle of the answer's body for a GET, otherwise of the request's
     )
     met: threading.Event = field(default_factory=threading.Event)  # it has struck
     count: int = 0
@@ -115,7 +116,7 @@ class FaultProxy:
             return self._faults[-1]
 
     def clear(self) -> None:
-        """Be a good server again, and let go what is held."""
+        """Remove all faults, and release the held requests."""
         with self._lock:
             for fault in self._faults:
                 for held in filter(None, (fault.hold, fault.hold_answer)):
@@ -227,9 +228,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _stream(
         self, request: Request, answer: http.client.HTTPResponse, headers: dict[str, str]
     ) -> None:
-        """Pass an answer on as it comes."""
+        """Forward an answer as it arrives."""
         if not answer.length:
-            request.state = "answered"  # before the client can know
+            request.state = "answered"  # before the client has the answer
         self._head(request, answer.status, headers)
         piece = bytearray(_PIECE_NBYTES)
         while nbytes := answer.readinto(piece):

@@ -1,15 +1,15 @@
-"""A FUSE file system that passes everything to a directory, but for the faults that one orders.
+"""A FUSE file system that passes all requests to a directory, except for ordered faults.
 
-A child process serves the mount. The test talks to it over a Unix socket, not through the mount, so
-that a held request never stands in the way of the order to release it. Files are opened with FUSE's
-direct_io, because otherwise the kernel's page cache hides short reads from the caller; O_DIRECT
-opens work as well. Short asynchronous writes are the exception: of those that bypass the cache the
-kernel makes EIO (fuse_get_res_by_io), so files whose name begins with "cached" go through the cache,
-where short writes, unlike short reads, reach the caller. Use it as a context manager: however the
-test ends, the mount is detached and the server killed.
+A child process serves the mount. The test talks to it over a Unix socket instead of the mount, so a
+held request cannot block the order to release it. Files are opened with FUSE's direct_io, because
+the kernel's page cache would hide short reads from the caller; O_DIRECT opens work as well. Short
+asynchronous writes are the exception: the kernel turns those that bypass the cache into EIO
+(fuse_get_res_by_io). Files with the prefix "cached" therefore use the cache, where short writes,
+unlike short reads, reach the caller. The class is a context manager: it detaches the mount and
+kills the server at the end of every test.
 """
 
-# The server does what the kernel asks, call for call.
+# The server makes one os call for each request of the kernel, so pathlib would not fit.
 # ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH110, PTH119, PTH208
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 START_TIMEOUT_S = 120.0
-# More than anybody waits: what waits for what is held must fail, not come to its end late.
+# Longer than the timeouts of all tests: a test that waits for a held request must fail instead of ending late.
 HOLD_MAX_S = 150.0
 END_OF_FILE = 1 << 62
 PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ _OF_KERNEL = ("max_read", "max_background", "async_direct")
 
 @dataclass
 class Fault:
-    """What happens to requests of one kind that touch bytes [start, end) of a file.
+    """A fault for requests of one kind that touch bytes [start, end) of a file.
 
     The parts add up: a request waits for `delay_s`, then until `await_held` other requests are held, then (`hold`)
     for `FaultFS.release`, then fails with `error` or is cut to `short` bytes. `skip` requests are let through first,
@@ -80,12 +80,12 @@ class Request:
 
 @dataclass
 class FaultFS:
-    """The mount, as the test sees it. `path` is the mount, `backing` what lies below."""
+    """The mount in the test's process. `path` is the mount, `backing` the directory below it."""
 
     base: pathlib.Path
-    # What the server asks of the kernel: see FUSE_INIT_OUT in linux/fuse.h. None: what libfuse asks.
+    # Options that the server negotiates with the kernel: see fuse_init_out in linux/fuse.h. None: libfuse's default.
     max_read: int | None = None  # bytes of a request
-    max_background: int | None = None  # requests that nobody waits for by himself, at once
+    max_background: int | None = None  # concurrent background requests: without a waiting caller
     async_direct: bool = True  # whether one direct read may be several requests at once
     _server: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -129,7 +129,7 @@ class FaultFS:
             self._socket_directory.rmdir()
 
     def order(self, *faults: Fault) -> None:
-        """Replace all faults, forget the requests seen so far, and let go what is held."""
+        """Replace all faults, forget the requests seen so far, and release the held ones."""
         self._ask("order", faults=[asdict(fault) for fault in faults])
 
     def clear(self) -> None:
@@ -137,7 +137,7 @@ class FaultFS:
         self.order()
 
     def release(self) -> None:
-        """Let go the requests that are held, and those that would be."""
+        """Release the requests that are held, and hold no later ones."""
         self._ask("release")
 
     def await_held(self, count: int = 1, timeout_s: float = 120.0) -> None:
@@ -147,7 +147,7 @@ class FaultFS:
 
     @contextlib.contextmanager
     def released_by(self, mark: pathlib.Path) -> Iterator[None]:
-        """Let go, within the block, what is held as soon as another process has made the file `mark`."""
+        """Release the held requests, within the block, as soon as another process has made the file `mark`."""
         left = threading.Event()
 
         def release() -> None:
@@ -220,7 +220,7 @@ def why_unavailable() -> str | None:
 
 
 def unmount(path: pathlib.Path) -> None:
-    """Detach what is mounted at path, if anything is."""
+    """Detach the mount at path, if there is one."""
     commands = [["umount", "-l", str(path)], ["fusermount3", "-uz", str(path)]]
     for command in commands:
         if not is_mounted(path):
@@ -320,7 +320,7 @@ class Orders:
 
 
 def serve_orders(orders: Orders, socket_path: str) -> None:
-    """Answer the test's questions, one connection each, for as long as the process lives."""
+    """Answer the test's questions, one for each connection, until the process ends."""
 
     def answer(connection: socket.socket) -> None:
         with connection, connection.makefile("rw") as stream:
@@ -337,7 +337,7 @@ def serve_orders(orders: Orders, socket_path: str) -> None:
 
 
 def is_cached(path: str) -> bool:
-    """Return whether a file goes through the page cache."""
+    """Return whether a file uses the page cache."""
     return os.path.basename(path).startswith("cached")
 
 

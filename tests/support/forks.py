@@ -1,4 +1,4 @@
-"""What tests of forked children share: work that ends the child, and a parent that does not wait for ever."""
+"""Helpers for tests of forked children: work that ends the child, and a parent that waits with a timeout."""
 
 from __future__ import annotations
 

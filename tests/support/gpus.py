@@ -1,8 +1,8 @@
-"""GPUs for the tests behind one interface: real ones through torch, or those of the stand-in driver.
+"""GPUs for the tests behind one interface: real ones with torch, or those of the stand-in driver.
 
-A test that takes the fixture `gpu` runs on either. Arrays are one-dimensional and of uint8; what they
-are beyond that (a torch tensor, a `DeviceArray`) matters to tensorferry only, so tests touch their
-bytes through these methods alone. "Current stream" means the one of the calling thread.
+A test with the fixture `gpu` runs on either. Arrays are one-dimensional and of uint8. Their type (a
+torch tensor, a `DeviceArray`) matters to tensorferry only, so tests access their bytes only by these
+methods. The "current stream" is the one of the calling thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from tests.support.standin import DeviceArray, StandIn
 
-Data = Any  # what has a buffer, or the number of zeros that are wanted
+Data = Any  # an object with a buffer, or a number of zeros
 
 
 class Gpu(Protocol):
-    """What a test can do with GPUs."""
+    """The operations that a test can do with GPUs."""
 
     name: str
     count: int
@@ -31,7 +31,7 @@ class Gpu(Protocol):
         """Return a new array with a copy of data, or with that many zeros; it is there on return."""
 
     def bytes_of(self, array: Any) -> bytes:
-        """Return the array's bytes after all that is queued on its device."""
+        """Return the array's bytes after all work that is queued on its device."""
 
     def part(self, array: Any, begin: int, end: int) -> Any:
         """Return array[begin:end], which shares its memory."""
@@ -40,13 +40,13 @@ class Gpu(Protocol):
         """Make a new stream of device current; its handle is given."""
 
     def fill_later(self, array: Any, value: int, seconds: float) -> None:
-        """Queue on the current stream what fills array not before `seconds` have passed."""
+        """Queue a fill of array on the current stream, which runs after at least `seconds`."""
 
     def copy_later(self, source: Any, destination: Any) -> None:
         """Queue on the current stream a copy between two arrays of one device and size."""
 
     def synchronize(self, device: int = 0) -> None:
-        """Wait for all that is queued on device."""
+        """Wait for all work that is queued on device."""
 
     def live(self) -> int:
         """Return the number of live allocations in GPU memory."""
@@ -158,7 +158,7 @@ class TorchGpu:
 
 @functools.cache
 def chosen() -> Gpu | str:
-    """Return the GPUs to test with, or why there are none."""
+    """Return the GPUs to test with, or the reason why none is available."""
     if os.environ.get("TENSORFERRY_LIBCUDA"):
         from tests.support import standin
 

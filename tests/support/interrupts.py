@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-# Behind these the interpreter looks whether a signal has come.
+# After these instructions the interpreter checks for signals.
 _LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "RESUME"}
 _JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 
 
 @functools.cache
 def _moments(code: CodeType) -> frozenset[int]:
-    """Return the offsets behind such instructions: there tracing can raise what the instruction itself would have.
+    """Return the offsets after such instructions, where a trace function can raise in place of the instruction.
 
-    But not where other handlers begin: at the end of a ``with`` it would never be left.
+    Offsets with other exception handlers are left out: at the end of a ``with``, its __exit__ would not be called.
     """
     handlers: Any = getattr(dis.Bytecode(code), "exception_entries", ())  # none before Python 3.11
 
@@ -31,7 +31,7 @@ def _moments(code: CodeType) -> frozenset[int]:
 
     found = set()
     for before, after in itertools.pairwise(dis.get_instructions(code)):
-        # What stands behind a jump is reached from elsewhere.
+        # The instruction after a jump is reached from another place.
         next_one = before.argval if before.opname in _JUMPS else after.offset
         looks = before.opname in _LOOKS or before.opname in _JUMPS
         if looks and handler_at(before.offset) == handler_at(next_one):
@@ -57,7 +57,7 @@ class At:
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
-        # CPython 3.11 crashes where tracing ends in a destructor that the garbage collector calls.
+        # CPython 3.11 crashes if tracing ends in a destructor that the garbage collector calls.
         gc.disable()
         sys.settrace(self._entered)
         return self
@@ -69,7 +69,7 @@ class At:
     def _entered(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._path):
             return None
-        if frame.f_code.co_name == "__del__":  # what is raised there ends there
+        if frame.f_code.co_name == "__del__":  # exceptions do not leave a destructor
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._traced

@@ -1,4 +1,4 @@
-"""What a process holds: descriptors, locked and resident memory, threads, Python objects."""
+"""Measures the resources of a process: descriptors, locked and resident memory, threads, Python objects."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Only what fails waits for so long. Reads that were given up end when a busy drive has come to them.
+# Only a failing test waits for so long. Abandoned reads end when a busy drive has served them.
 SETTLE_TIMEOUT_S = 300.0
 STEADY_TIMEOUT_S = 5.0
 
 # The threads engine starts its threads as blocks wait for one, up to this many: how many run after a warm-up is
-# chance. What leaks a thread each time shows over the hundreds of repetitions that these tests make.
+# chance. A leak of one thread each time is still detected, because these tests repeat an action hundreds of times.
 MAX_ENGINE_THREADS = 32
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds at one moment."""
+    """The resources of this process at one moment."""
 
     descriptors: int
     locked_nbytes: int  # mlock, and pages registered with io_uring
@@ -39,7 +39,7 @@ class Holdings:
 
     @staticmethod
     def now() -> Holdings:
-        """Count, after collecting garbage, and what transfers that have ended would give back at the next call."""
+        """Count, after collecting garbage and releasing the resources of ended transfers."""
         gc.collect()
         for scheduler in list(runtime._schedulers):
             scheduler.reap()
@@ -54,9 +54,9 @@ class Holdings:
 
 
 def threads_named(pattern: str) -> set[pathlib.Path]:
-    """Return those threads of this process whose whole names a regular expression fits.
+    """Return the threads of this process with full names that match a regular expression.
 
-    Their number tells less: of those that earlier tests have left, some may be ending.
+    The set is more exact than a number, because some threads of earlier tests may be ending.
     """
     found = set()
     for task in pathlib.Path("/proc/self/task").iterdir():
@@ -67,7 +67,7 @@ def threads_named(pattern: str) -> set[pathlib.Path]:
 
 
 def steady(count: Callable[[], T]) -> T:
-    """Return what count() gives for a while: threads that have just begun bear the names of their makers."""
+    """Return the result of count() once it is stable: new threads have the names of their parents at first."""
     last, since = count(), time.monotonic()
     deadline = since + STEADY_TIMEOUT_S
     while time.monotonic() < min(since + 0.3, deadline):
@@ -83,7 +83,7 @@ def count_descriptors() -> int:
 
 
 def descriptors() -> list[str]:
-    """Return what the open descriptors of this process lead to."""
+    """Return the targets of the open descriptors of this process."""
     targets = []
     for link in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def nothing_leaks(
 ) -> Iterator[None]:
     """Fail if the process holds more at the end of the block than at its beginning.
 
-    Warm up before: pools, threads and caches that grow once and then stay are no leaks.
+    Warm up before: pools, threads and caches that grow only once are not leaks.
     """
     targets = descriptors()
     before = Holdings.now()
@@ -119,7 +119,7 @@ def _excess(before: Holdings, resident_slack_nbytes: int, objects_slack: int) ->
 
 
 def settled(done: Callable[[], bool], timeout_s: float = SETTLE_TIMEOUT_S) -> bool:
-    """Return whether done() comes true: threads that are ending, and the kernel, take a moment."""
+    """Return whether done() becomes true in time, because ending threads and the kernel need a moment."""
     deadline = time.monotonic() + timeout_s
     while not (true := done()) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""torch and DeepSpeed as a broken installation has them: for tests that would only wait for the real ones."""
+"""Broken installations of torch and DeepSpeed, for tests that do not need them and would wait for their imports."""
 
 from __future__ import annotations
 

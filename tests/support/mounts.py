@@ -1,4 +1,4 @@
-"""Small file systems of one's own: ext4 on a loop device, tmpfs, ramfs, read-only (as root)."""
+"""Small file systems for one test: ext4 on a loop device, tmpfs, ramfs, read-only (as root)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE_NBYTES = 32 << 20
 
 @contextlib.contextmanager
 def mounted(path: pathlib.Path, *arguments: str) -> Iterator[pathlib.Path]:
-    """Mount with `mount arguments path` during the block; skip where that cannot be."""
+    """Mount with `mount arguments path` during the block; skip the test if that is not possible."""
     if os.geteuid() != 0:
         required.missing("mounts", "mounting needs root")
     path.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def mounted(path: pathlib.Path, *arguments: str) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
-    """Mount a new ext4 of nbytes that lies on a file in directory."""
+    """Mount a new ext4 of nbytes on a file in directory."""
     if os.geteuid() != 0:
         required.missing("mounts", "mounting needs root")
     image = pathlib.Path(tempfile.mkdtemp(dir=directory)) / "ext4.img"
@@ -58,7 +58,7 @@ def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path]:
-    """Attach a new file in directory as a loop device; skip where that cannot be."""
+    """Attach a new file in directory as a loop device; skip the test if that is not possible."""
     if os.geteuid() != 0:
         required.missing("mounts", "loop devices need root")
     with tempfile.NamedTemporaryFile(dir=directory, suffix=".img") as image:
@@ -76,7 +76,7 @@ def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path
 
 @contextlib.contextmanager
 def ext4_on(device: pathlib.Path, mount_point: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Mount a new ext4 that lies on a device."""
+    """Mount a new ext4 on a device."""
     subprocess.run(["mkfs.ext4", "-q", str(device)], check=True, capture_output=True)
     with mounted(mount_point, str(device)) as path:
         yield path
@@ -91,7 +91,7 @@ def tmpfs(path: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def ramfs(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Mount a new ramfs: it knows neither O_DIRECT nor fallocate."""
+    """Mount a new ramfs, which supports neither O_DIRECT nor fallocate."""
     with mounted(path, "-t", "ramfs", "ramfs") as mount:
         yield mount
 
@@ -107,6 +107,6 @@ def read_only(source: pathlib.Path, path: pathlib.Path) -> Iterator[pathlib.Path
 
 
 def free_nbytes(path: pathlib.Path) -> int:
-    """Return how much the file system at path still takes."""
+    """Return the free bytes of the file system at path."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize

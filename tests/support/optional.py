@@ -1,4 +1,4 @@
-"""What tests can do without: one that uses it is skipped where it is missing."""
+"""Optional components: a test that uses one is skipped if the component is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 class _Torch:
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest looks for some of these in all that a module has
+        if name.startswith("_"):  # pytest looks up some of these in every object of a module
             raise AttributeError(name)
         return getattr(pytest.importorskip("torch"), name)
 

@@ -1,7 +1,7 @@
-"""What of a file the page cache holds, and holds until the test ends.
+"""Queries which pages of a file are in the page cache, and keeps them there until the test ends.
 
-Kernels take pages from it at any time, also where memory is free (DAMON's proactive reclaim); so what a test has made
-warm is mapped and locked, if the process may (RLIMIT_MEMLOCK).
+A kernel may reclaim cached pages at any time, even if memory is free (DAMON's proactive reclaim). The pages that a test
+has made warm are therefore mapped and locked, if RLIMIT_MEMLOCK allows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Map(NamedTuple):
-    """A whole file, of whose mapping what is held is locked."""
+    """The mapping of a whole file; its cached pages are locked."""
 
     address: int
     nbytes: int
@@ -64,7 +64,7 @@ def make_warm(path: pathlib.Path, begin: int = 0, nbytes: int = 0) -> None:
 
 
 def let_go() -> None:
-    """Hold nothing any more."""
+    """Unlock and unmap all pages."""
     while _maps:
         _, held = _maps.popitem()
         _done(_libc.munmap(held.address, held.nbytes))

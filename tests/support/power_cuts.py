@@ -1,4 +1,4 @@
-"""Power cuts: what a device holds at a moment, mounted again."""
+"""Simulates power cuts: mounts a copy of a device's contents at one moment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
 
-# How each is mounted, so that nothing is committed by itself while a test runs.
+# The mount options of each, which keep the kernel from committing automatically during a test.
 FILE_SYSTEMS = {"ext4": "loop,commit=3000", "ext2": "loop"}
 DEVICE_NBYTES = 48 << 20
 
 
 class Cut:
-    """A file system, and what a power cut would leave of it."""
+    """A file system, and its state after a power cut."""
 
     def __init__(self, image: pathlib.Path, mount: pathlib.Path) -> None:
         self.path = mount
@@ -27,7 +27,7 @@ class Cut:
 
     @contextlib.contextmanager
     def now(self) -> Iterator[pathlib.Path]:
-        """Mount what the device holds at this moment."""
+        """Mount a copy of the device's contents at this moment."""
         image = self._image.with_suffix(".cut")
         shutil.copyfile(self._image, image)
         # A file system without a journal is mended first, as it is when a machine starts again.

@@ -1,4 +1,4 @@
-"""GPU arrays and a CUDA driver for what is decided before any transfer: nothing here can be moved.
+"""GPU arrays and a CUDA driver for checks that are made before any transfer: these arrays cannot be moved.
 
 Transfers of GPU memory are tested in tests/gpu, with real GPUs or the stand-in driver.
 """
@@ -17,7 +17,7 @@ ADDRESS = 0x7000
 
 
 class CudaArray:
-    """What numba and CuPy show of their arrays: 48 bytes at the GPU's address, unless said otherwise."""
+    """An array with the interface of numba's and CuPy's: by default 48 bytes at an address of the GPU."""
 
     def __init__(self, **interface: object) -> None:
         plain = {"shape": (3, 4), "typestr": "<f4", "data": (ADDRESS, False), "version": 3}
@@ -25,7 +25,7 @@ class CudaArray:
 
 
 def pretend_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CUDA driver that knows 4096 bytes of one GPU."""
+    """Replace the CUDA driver by one with 4096 bytes of memory on one GPU."""
 
     def device_of(address: int) -> int:
         if not ADDRESS <= address < ADDRESS + 4096:

@@ -1,4 +1,4 @@
-"""Which processes there are, as /proc shows them."""
+"""Lists processes from /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def with_variable(variable: str) -> list[int]:
-    """Return those that began with this, NAME=value, in their environment."""
+    """Return the processes that started with NAME=value in their environment."""
     return [number for number, text in _read("environ") if variable in text.split("\0")]
 
 

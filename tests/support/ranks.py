@@ -1,6 +1,6 @@
 """Functions called by several processes at once, as the ranks of a process group over gloo.
 
-They are forked by a server that has imported torch and is otherwise untouched, so that starting them takes little time.
+A server that has imported torch and done nothing else forks them, which makes their start fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 240.0
 
-# Gloo's processes sometimes fail to connect on a busy machine, and say so; then they try again.
+# Processes of gloo sometimes fail to connect on a busy machine, with one of these messages; the group then tries again.
 NOT_MET = "connectFullMesh"
 MAX_MEETINGS = 3
 
@@ -55,7 +55,7 @@ class Rank:
 
 @dataclasses.dataclass
 class Answer:
-    """What one rank says: that it has met the others, then how its call ended."""
+    """A message of one rank: first that it has joined the group, then how its call ended."""
 
     result: Any = None
     failure: str | None = None
@@ -113,7 +113,7 @@ def _failures(answers: list[Answer]) -> str:
 
 @contextlib.contextmanager
 def started(world_size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Rank]]:
-    """Start the ranks, which have met then; those that still run at the end of the block are killed."""
+    """Start the ranks and wait until they have joined the group; kill those that still run at the end of the block."""
     failed = ""
     for _ in range(MAX_MEETINGS):
         with _begun(world_size, function, arguments) as ranks:

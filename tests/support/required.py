@@ -1,4 +1,7 @@
-"""What tests need of the machine: missing, they are skipped, or fail where TENSORFERRY_TEST_REQUIRE names it."""
+"""Components of the machine that tests need: without one a test is skipped, or fails if it is required.
+
+TENSORFERRY_TEST_REQUIRE names the required components.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MEANS = ("engines", "fuse", "mounts", "deepspeed", "tools")
 
 
 def missing(means: str, reason: str) -> NoReturn:
-    """Skip the test for want of one of MEANS, or fail it if that is required."""
+    """Skip the test because one of MEANS is missing, or fail it if that one is required."""
     if means in required():
         pytest.fail(f"{means} required ({VARIABLE}), but missing: {reason}")
     pytest.skip(reason, allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Runs a command as a container would whose seccomp profile forbids io_uring, Linux AIO, or both.
+"""Runs a command under a seccomp filter that forbids io_uring, Linux AIO, or both, as profiles of containers do.
 
 `python -m tests.support.seccomp --block io_uring --block aio -- command...`
 
@@ -30,7 +30,7 @@ SYSTEM_CALLS = {
 
 
 def block(groups: Iterable[str], error_number: int = errno.EPERM) -> None:
-    """Forbid the system calls of these groups to this process and all that it starts."""
+    """Forbid the system calls of these groups to this process and all its children."""
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -41,7 +41,7 @@ def block(groups: Iterable[str], error_number: int = errno.EPERM) -> None:
             filter_.add_rule(pyseccomp.ERRNO(error_number), name)
     try:
         filter_.load()
-    except OSError:  # without privileges it takes this promise to gain none
+    except OSError:  # an unprivileged process first has to set PR_SET_NO_NEW_PRIVS: see seccomp(2)
         filter_.set_attr(pyseccomp.Attr.CTL_NNP, True)
         filter_.load()
 

@@ -1,8 +1,8 @@
 // Calls of libc made slow, held, or failing, by rules that a test writes while the program runs; to be preloaded.
 //
-// Rules and a log of calls lie in a file that is mapped here and in the test (TENSORFERRY_SLOW_CALLS names it; the
-// layout stands in slow_calls.py as well). A call that no rule names, on files that nobody watches, costs a load.
-// What goes to the kernel by another way than libc, as io_uring's submissions do, is not seen.
+// Rules and a log of calls are in a file that is mapped here and in the test. TENSORFERRY_SLOW_CALLS names it, and
+// slow_calls.py has the same layout. A call without a rule, on a file that is not watched, costs one load. Calls that
+// do not go through libc, such as io_uring's submissions, are not seen.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -46,7 +46,7 @@ enum Call : uint32_t {
 
 constexpr uint32_t rules_max = 16;
 constexpr uint32_t seen_max = 1u << 16;
-// More than anybody waits: what waits for what is held must fail, not come to its end late.
+// Longer than the timeouts of all tests: a test that waits for a held call must fail instead of ending late.
 constexpr int held_max_milliseconds = 150'000;
 
 struct Rule {
@@ -84,7 +84,7 @@ Function next(const char* name) {
   return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
 }
 
-// Of the function it stands in, the one that this library hides.
+// Defines `real`: the libc function that the surrounding function of this library hides.
 #define NEXT(name) static const auto real = next<decltype(&::name)>(#name)
 
 long real_syscall(long number, long a, long b, long c, long d) {
@@ -103,7 +103,7 @@ void map_control() {
   if (memory != MAP_FAILED) control = static_cast<Control*>(memory);
 }
 
-// A server's children (child.py) are told where it is when they are forked.
+// Children of a server (child.py) get its path when they are forked.
 __attribute__((constructor)) void map_control_in_every_process() {
   map_control();
   (void)::pthread_atfork(nullptr, nullptr, map_control);
@@ -143,7 +143,7 @@ void note(Call call, const char* path) {
   __atomic_store_n(&seen.call, static_cast<uint32_t>(call), __ATOMIC_RELEASE);
 }
 
-// What the rules do to a call: the error to fail with, or 0; `after` if the call is to be made all the same.
+// The effect of the rules on a call: the error to fail with, or 0; with `after` the call is made nevertheless.
 struct Fate {
   int error = 0;
   bool after = false;
@@ -211,7 +211,7 @@ int on_path(const char* path, int flags, Action action) {
   return is_interesting(call) ? with_rules(call, path, action) : action();
 }
 
-// Linux AIO: syncs are counted as what they are.
+// Linux AIO: syncs are counted as syncs.
 long submit(long context, long count, long blocks) {
   auto** list = reinterpret_cast<iocb**>(blocks);
   auto action = [&] { return real_syscall(SYS_io_submit, context, count, blocks, 0); };

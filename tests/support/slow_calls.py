@@ -1,8 +1,8 @@
-"""Calls of libc made slow, held, or failing in a child process, and a log of who made them.
+"""Makes calls of libc slow, held, or failing in a child process, and logs the threads that make them.
 
-`slow_calls.cpp` is preloaded into the child; rules and log lie in a file that both map, so that rules may change while
-the program runs: the test itself makes them, or the program, by `attached()`. io_uring's submissions do not go through
-libc: slow I/O for that engine is had from the file system (`faultfs.py`).
+`slow_calls.cpp` is preloaded into the child. Rules and log are in a file that both processes map, so rules may change
+while the program runs: the test makes them, or the program by `attached()`. io_uring's submissions do not go through
+libc; use the file system of `faultfs.py` for slow I/O of that engine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SEEN_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to one kind of call on files whose path holds `where`.
+    """A rule for one kind of call on files with `where` in their path.
 
-    The parts add up: a call waits for `delay_s`, then (`hold`) for `SlowCalls.release`, then fails with `error`,
-    instead of being made or, with `after`, all the same. `skip` calls are let through first, then `times` are hit (-1:
-    all). The first rule that a call meets counts.
+    The parts add up: a call waits for `delay_s`, then (`hold`) for `SlowCalls.release`, then fails with `error`. With
+    `after` the call is made before it fails, otherwise it is not made. The first `skip` calls pass, then `times` calls
+    are affected (-1: all). The first matching rule applies.
     """
 
     call: str
@@ -116,7 +116,7 @@ class SlowCalls:
         return {"LD_PRELOAD": str(build()), VARIABLE: str(self.path)}
 
     def order(self, *rules: Rule) -> None:
-        """Replace all rules, and let go what is held."""
+        """Replace all rules, and release the held calls."""
         for slot in self._control.rules:
             slot.call = slot.hold = 0
         while any(slot.held for slot in self._control.rules):
@@ -134,7 +134,7 @@ class SlowCalls:
         self.order()
 
     def release(self) -> None:
-        """Let go the calls that are held, and those that would be."""
+        """Release the calls that are held, and hold no later ones."""
         for slot in self._control.rules:
             slot.hold = 0
 
@@ -154,7 +154,7 @@ class SlowCalls:
         return sum(slot.hits for slot in self._control.rules if slot.call)
 
     def watch(self, where: str | os.PathLike[str]) -> None:
-        """Begin a new log, of calls on files whose path holds `where` (and of all sleeps)."""
+        """Begin a new log of the calls on files with `where` in their path, and of all sleeps."""
         self._control.watched = b""
         self._control.seen_count = 0
         ctypes.memset(self._control.seen, 0, ctypes.sizeof(self._control.seen))
@@ -182,7 +182,7 @@ def attached() -> SlowCalls:
 
 def why_unavailable() -> str | None:
     """Return why the library cannot be built here, or None."""
-    return None if _compiler() else "there is no C++ compiler"
+    return None if _compiler() else "a C++ compiler is missing"
 
 
 def _compiler() -> str | None:
@@ -191,9 +191,9 @@ def _compiler() -> str | None:
 
 @functools.cache
 def build() -> pathlib.Path:
-    """Compile the library unless this very source has been; processes may do so at once."""
+    """Compile the library unless the same source has been compiled; several processes may do so at the same time."""
     compiler = _compiler()
-    assert compiler, "there is no C++ compiler"
+    assert compiler, "a C++ compiler is missing"
     digest = hashlib.sha256(repr((compiler, FLAGS)).encode() + SOURCE.read_bytes()).hexdigest()
     library = BUILD / f"slow_calls-{digest[:16]}.so"
     if not library.exists():

@@ -1,4 +1,4 @@
-"""The Python examples in the docs: which there are, and how one is run."""
+"""Finds and runs the Python examples in the docs."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def missing(code: str) -> str | None:
 
 
 def run(code: str, directory: Path, python: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a directory of its own by an interpreter; what it printed is in stdout."""
+    """Run code in a given directory with a Python interpreter; its output is in stdout."""
     return commands.run(python, "-c", code, cwd=directory, timeout_s=300)

@@ -1,7 +1,7 @@
 """Builds the stand-in CUDA driver and cuFile (tests/support/standin/), and controls them.
 
-A process uses them where TENSORFERRY_LIBCUDA and TENSORFERRY_LIBCUFILE name them (`environment`): the
-core then opens the very libraries that `loaded` gives the tests control of.
+A process uses them if TENSORFERRY_LIBCUDA and TENSORFERRY_LIBCUFILE name them (`environment`). The
+core then opens the same libraries that `loaded` lets the tests control.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Libraries:
 
 @functools.cache
 def build() -> Libraries:
-    """Compile the libraries unless these very sources have been; processes may do so at once."""
+    """Compile the libraries unless the same sources have been compiled; processes may do so at the same time."""
     digest = hashlib.sha256(repr((_compiler(), FLAGS, COMMANDS)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -100,7 +100,7 @@ def _compile(folder: pathlib.Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables by which another process gets the stand-in."""
+    """Return the environment variables that make another process use the stand-in."""
     libraries = build()
     return {
         "TENSORFERRY_LIBCUDA": str(libraries.cuda),
@@ -122,7 +122,7 @@ def loaded() -> StandIn:
 class DeviceArray:
     """A one-dimensional array of uint8 in the stand-in's device memory, as libraries exchange them.
 
-    It owns its memory, or shares that of the array it is a part of.
+    It owns its memory, or is a part of another array and shares its memory.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class DeviceArray:
 
     @property
     def driver(self) -> StandIn:
-        """The stand-in that the memory belongs to."""
+        """The stand-in that owns the memory."""
         return self.owner.driver if isinstance(self.owner, DeviceArray) else self.owner
 
     def part(self, begin: int, end: int) -> DeviceArray:
-        """Return bytes begin to end of this array, whose memory it shares and keeps."""
+        """Return bytes begin to end of this array; the part shares the memory and keeps it alive."""
         assert 0 <= begin <= end <= self.nbytes
         return DeviceArray(self, self.address + begin, end - begin, self.device)
 
@@ -164,7 +164,7 @@ class DeviceArray:
 
 
 class StandIn:
-    """Control of the stand-in driver and cuFile; tests/support/standin/ says what the names are."""
+    """Control of the stand-in driver and cuFile; the names are defined in tests/support/standin/."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -175,7 +175,7 @@ class StandIn:
             function.restype, function.argtypes = result, arguments
 
     def reset(self) -> None:
-        """Clear options, failures and counts, release latches, wait for what is queued."""
+        """Clear options, failures and counts, release latches, and wait for all queued work."""
         self.library.standin_reset()
 
     def set(self, **options: int) -> None:
@@ -184,14 +184,14 @@ class StandIn:
             assert self.library.standin_set(name.encode(), value) == 0, f"no option {name}"
 
     def count(self, counter: str) -> int:
-        """Return how many there are now, or since the last reset; state.h lists the counters.
+        """Return a counter's value now, or since the last reset; state.h lists the counters.
 
         The name of an exported function counts its calls.
         """
         return self._counted("count", counter)
 
     def peak(self, counter: str) -> int:
-        """Return the most that there were at once since the last reset."""
+        """Return a counter's largest value since the last reset."""
         return self._counted("peak", counter)
 
     def _counted(self, what: str, counter: str) -> int:
@@ -202,11 +202,11 @@ class StandIn:
     def fail(
         self, function: str, code: int, *, after: int = 0, times: int = 1, later: bool = False
     ) -> None:
-        """Make `times` calls of function (or FOREVER) after `after` calls return code.
+        """Make the next `times` calls of function (or FOREVER) return code, after `after` calls that succeed.
 
-        Later: the calls succeed, and what they queued fails when the stream comes to it (copies).
-        For cuFileRead and cuFileWrite a code below 5000 is an errno; for other functions of cuFile
-        it is an error of CUDA.
+        With `later` the calls succeed, and the copies that they queue fail when the stream runs them.
+        For cuFileRead and cuFileWrite a code below 5000 is an errno; for other functions of cuFile it
+        is an error of CUDA.
         """
         assert hasattr(self.library, function) or function.startswith("cuFile"), function
         self.library.standin_fail(function.encode(), after, times, code, later)
@@ -250,7 +250,7 @@ class StandIn:
 
     @contextlib.contextmanager
     def new_stream(self, device: int = 0) -> Iterator[int]:
-        """Make a new stream current; destroy it at the end (what is queued still runs)."""
+        """Make a new stream current; destroy it at the end, after which its queued work still runs."""
         handle = self.library.standin_stream_create(device)
         try:
             with self.stream(handle, device):
@@ -261,7 +261,7 @@ class StandIn:
     def kernel(
         self, array: DeviceArray, value: int, *, seconds: float = 0, latch: str | None = None
     ) -> None:
-        """Queue what takes `seconds`, waits for the latch's release, then fills array."""
+        """Queue an operation that takes `seconds`, waits for the latch's release, then fills array."""
         _check(
             self.library.standin_kernel(
                 array.device,
@@ -276,7 +276,7 @@ class StandIn:
 
     @contextlib.contextmanager
     def held(self, array: DeviceArray, value: int) -> Iterator[None]:
-        """Queue what fills array, but not before the block ends."""
+        """Queue a fill of array that runs after the end of the block."""
         self.latches += 1
         latch = f"{threading.get_ident()}-{self.latches}"
         self.kernel(array, value, latch=latch)
@@ -305,11 +305,11 @@ class StandIn:
         )
 
     def synchronize(self, device: int = 0) -> None:
-        """Wait for all that is queued on device."""
+        """Wait for all work that is queued on device."""
         _check(self.library.standin_synchronize(device))
 
     def set_capture(self, handle: int, status: int, device: int = 0) -> None:
-        """Say that a stream is being captured (1), invalidated (2) or neither (0)."""
+        """Make a stream report that it is being captured (1), invalidated (2) or neither (0)."""
         _check(self.library.standin_set_capture(device, handle, status))
 
 

@@ -1,4 +1,4 @@
-"""Runs a part of the suite in a process of its own: under seccomp, on the stand-in driver."""
+"""Runs a part of the suite in a separate process: under seccomp, or on the stand-in driver."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def assert_passes(
     at_least: int,
     share: float = 0.25,
 ) -> None:
-    """Run pytest with arguments; fail unless at least so many tests pass, and all that are not skipped.
+    """Run pytest with arguments; fail unless at least so many tests pass, and all others are skipped.
 
-    It draws a share of the examples: all of them are drawn elsewhere.
+    It draws a share of the examples, because the main suite draws all of them.
     """
     report = scratch / "report.xml"
     command = [*prefix, sys.executable, "-X", "faulthandler", "-m", "pytest", *arguments, "-q"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"--junitxml={report}", f"--basetemp={scratch / 'suite'}"]
-    # It is one test of the suite around it, and runs beside no other of its own.
+    # The inner suite is one test of the outer one. Without these variables it does not take itself for an xdist worker.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     inherited[effort.VARIABLE] = str(effort.EFFORT * share)
     try:

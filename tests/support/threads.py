@@ -1,4 +1,4 @@
-"""Calls in threads: what they return or raise, and joins that do not last for ever."""
+"""Calls in threads, with their results or exceptions, and joins with a timeout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InThread:
         return self.thread.is_alive()
 
     def result(self, what: str = "the call") -> Any:
-        """Return what the call returns, or raise what it raises."""
+        """Return the result of the call, or raise its exception."""
         self.thread.join(JOIN_TIMEOUT_S)
         assert not self.is_alive(), f"{what} did not return in {JOIN_TIMEOUT_S} s"
         if self._error:
@@ -47,10 +47,11 @@ class InThread:
 
 
 def threads_in(function: Any) -> int:
-    """Return how many threads are in a function written in Python.
+    """Return the number of threads that are in a function written in Python.
 
-    By faulthandler, which reads all stacks while no thread runs. f_back makes an object, for which the garbage
-    collector may run, and so the other thread, until its frame is gone: CPython 3.11 then writes to where it was.
+    It uses faulthandler, which reads all stacks while no other thread runs. Reading f_back would make an object, which
+    may start the garbage collector and let the other thread run until its frame is gone. CPython 3.11 then writes to
+    freed memory.
     """
     code = function.__code__
     frame = re.compile(
@@ -80,7 +81,7 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
 
 @contextlib.contextmanager
 def no_new_threads() -> Iterator[None]:
-    """Let Python start no thread in the block: there is no room for stacks as large as these."""
+    """Make every start of a Python thread fail in the block, with a stack size that cannot be allocated."""
     before = threading.stack_size(1 << 40)
     try:
         with pytest.raises(RuntimeError):

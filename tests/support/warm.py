@@ -1,10 +1,11 @@
-"""An interpreter that has imported torch already: it starts programs in a tenth of a second, not in three.
+"""An interpreter that has imported torch already: it starts programs in a tenth of a second instead of three seconds.
 
-`python()` is a command in place of `sys.executable`. It asks a server, which has imported parts of torch and nothing of
-ours, to fork a process with its arguments, environment, folder and open files; signals are passed on, and it ends as
-that does. Programs have it as `sys.executable`, so that theirs start as quickly. It is for tests of what programs do:
-those of how they start, of what they import, and of limits that children inherit need fresh ones; and those of examples
-`python("torch")`, where other modules have to be imported by them.
+`python()` is a command that replaces `sys.executable`. It asks a server, which has imported parts of torch and nothing
+of ours, to fork a process with its arguments, environment, folder and open files. It forwards signals, and ends in the
+same way as that process. It is also the program's `sys.executable`, so children of the program start as fast.
+
+Use it for tests of what programs do. Tests of how programs start, what they import, and of limits that children inherit
+need fresh processes. Tests of examples use `python("torch")`, because these have to import other modules themselves.
 """
 
 from __future__ import annotations
@@ -148,8 +149,9 @@ def call(
 
 
 def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
-    """Fork for each who asks, until standard input ends; return, in the children, what they are to run."""
-    programs: list[tuple[int, int, socket.socket]] = []  # process, its descriptor, who asked for it
+    """Fork for each request, until standard input ends; return, in the children, the program to run."""
+    # For each program: the process, its descriptor, and the socket of the request.
+    programs: list[tuple[int, int, socket.socket]] = []
     while True:
         waited_for = [part for _, *parts in programs for part in parts]
         ready = select.select([0, listener, *waited_for], [], [])[0]
@@ -188,7 +190,7 @@ def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
 
 
 def _with_files(given: list[int], *request: Any) -> tuple[list[str], str, dict[str, str]]:
-    """Give the files the numbers that they have where they come from, and close all others."""
+    """Give the received files the numbers that they have in the sender, and close all others."""
     *rest, numbers = request
     above = max([*given, *numbers]) + 1
     lifted = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in given]
@@ -200,7 +202,7 @@ def _with_files(given: list[int], *request: Any) -> tuple[list[str], str, dict[s
 
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Do what the interpreter does at its start."""
+    """Initialize the process as the interpreter does at its start."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -227,7 +229,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
 
 
 def _leave(status: int) -> None:
-    """End as the interpreter does, but for clearing torch's modules, which takes it 0.4 seconds."""
+    """End as the interpreter does, except for clearing torch's modules, which takes 0.4 seconds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

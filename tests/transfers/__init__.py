@@ -1,1 +1,1 @@
-"""Tests of what moves tensors: files, handles, futures, memory, and what happens when something goes wrong."""
+"""Tests of transfers: files, handles, futures, memory, and failures."""

@@ -1,4 +1,4 @@
-"""A hang of what moves tensors ends the run; what meetings have in common."""
+"""Fixtures for tests of transfers: a watchdog that ends the run after a hang, and helpers of test_meetings*.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HANG_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A hang ends the run with every thread's stack, also where no Python code runs any more."""
+    """End the run after a hang, and print the stack of every thread, even if no Python code can run."""
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S, method="thread"))

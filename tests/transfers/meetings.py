@@ -1,4 +1,4 @@
-"""What test_meetings*.py run in processes of their own, where calls of libc are slow, held, or fail.
+"""Functions that test_meetings*.py run in separate processes, in which calls of libc are slow, held, or fail.
 
 Default schedulers use the engine of TENSORFERRY_ENGINE; `engine` is given to those made explicitly.
 """
@@ -84,7 +84,7 @@ def close_during_submit(engine: str, directory: str, product: str, rounds: int) 
 
 
 def leave_during_submit(engine: str, directory: str) -> None:
-    """Leave the interpreter while threads reserve space: what they submit comes too late."""
+    """Exit the interpreter while threads reserve space; their submits come too late."""
     calls = slow_calls.attached()
     handle = tensorferry.aio_handle(engine=engine)
     calls.order(Rule("fallocate", "late", delay_s=1.0))
@@ -107,7 +107,7 @@ def no_thread_left(engine: str, directory: str, started: int) -> dict[str, Any]:
     calls.order(Rule("pthread_create", error=errno.EAGAIN, skip=started, times=1))
     refusal = ""
     try:
-        # The one asked for is the first: others may be taken in its place only where none is asked for.
+        # The requested engine is tried first; others may replace it only if none was requested.
         handle = tensorferry.aio_handle(engine=engine, intra_op_parallelism=3)
     except tensorferry.EngineUnavailableError as error:
         refusal = str(error)
@@ -125,7 +125,7 @@ def no_thread_left(engine: str, directory: str, started: int) -> dict[str, Any]:
     return {"refusal": refusal, "hits": hits, "refusals": automatic.engine_refusals}
 
 
-# Memory that nobody needs any more
+# Release of memory that is no longer needed
 
 
 def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
@@ -175,11 +175,11 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
         "read_many": lambda a: tensorferry.read_many([(path, a)]),
     }
     held = []
-    gc.disable()  # a cycle must not stand in the way either
+    gc.disable()  # the release must not depend on the garbage collector
     for kind in ("numpy", "torch"):
         for name, way in ways.items():
             array = np.ones(nbytes, np.uint8)
-            watched = weakref.ref(array)  # of a tensor: alive as long as its storage
+            watched = weakref.ref(array)  # for a tensor it is alive until its storage is freed
             moved: Any = array if kind == "numpy" else torch.from_numpy(array)
             del array
             way(moved)
@@ -200,7 +200,7 @@ def refused_direct_transfers(engine: str, directory: str, write: bool, direct: b
     """Have the kernel refuse blocks of a transfer past the page cache; return its errno, or None."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "file"
-    data = random_bytes(1465 * 4096, 1)  # without an edge, which goes through the page cache
+    data = random_bytes(1465 * 4096, 1)  # whole pages: an edge would use the page cache
     np.zeros_like(data).tofile(path) if write else data.tofile(path)
     with path.open() as file:
         os.fsync(file.fileno())
@@ -221,7 +221,7 @@ def refused_direct_transfers(engine: str, directory: str, write: bool, direct: b
 
 
 def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[str, Any]:
-    """Write in every way to a file of 3,000,001 bytes whose close(2) fails; return what each way raised."""
+    """Write 3,000,001 bytes in every way to files with a failing close(2); return the error of each way."""
     calls = slow_calls.attached() if interposed else None
     handle = tensorferry.aio_handle(engine=engine)
     small, large = np.full(5_003, 1, np.uint8), np.full(3_000_001, 2, np.uint8)
@@ -283,7 +283,7 @@ def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[
 
 
 def checksums_of_what_was_cached(engine: str, directory: str, nbytes: int, error: int) -> int:
-    """Read a cached file, where one after the other of the reads from the cache is refused; return how many were."""
+    """Read a cached file while each read from the cache is refused in turn; return the number of refused reads."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "evicted"
     data = np.random.default_rng(3).integers(0, 256, nbytes, np.uint8)
@@ -294,7 +294,7 @@ def checksums_of_what_was_cached(engine: str, directory: str, nbytes: int, error
         for skip in range(2 * nbytes >> 17):
             calls.order(Rule("preadv2_nowait", "evicted", error=error, skip=skip, times=2))
             ways: list[dict[str, Any]] = [{}, {"expected": expected}]
-            ways.append({"expected": expected, "straight": True})
+            ways.append({"expected": expected, "in_place": True})
             for known in ways:
                 sums = tensorferry.Checksums(1 << 20, segments=True, **known)
                 parts = [np.zeros(part, np.uint8) for part in (100_003, nbytes - 100_003)]
@@ -306,7 +306,7 @@ def checksums_of_what_was_cached(engine: str, directory: str, nbytes: int, error
     return refused
 
 
-# What must not run on a thread that drives a queue
+# Calls that must not run on a thread that drives a queue
 
 
 def calls_that_may_block(engine: str, directory: str) -> dict[str, list[str]]:
@@ -325,7 +325,7 @@ def calls_that_may_block(engine: str, directory: str) -> dict[str, list[str]]:
 
 
 def sleeps_of_workers(engine: str, path: str) -> dict[str, int]:
-    """Write where libc, or the file system, says EAGAIN 40 times; return how often workers slept, and libc said so."""
+    """Write while libc or the file system returns EAGAIN 40 times; return the counts of sleeps and of these errors."""
     calls = slow_calls.attached()
     handle = tensorferry.aio_handle(engine=engine)
     data = np.full(100_003, 7, np.uint8)
@@ -407,7 +407,7 @@ def fork_during_reservation(engine: str, directory: str) -> None:
 
 
 def ask_futures_that_ended_before_the_fork(engine: str, path: str) -> None:
-    """Ask, in a child, futures whose transfers had ended when it was made."""
+    """Query, in a child, futures of transfers that ended before the fork."""
     data = np.full(100_003, 4, np.uint8)
     file = tensorferry.open(path, "w", engine=engine)
     future = file.write_from(data)
@@ -423,7 +423,7 @@ def ask_futures_that_ended_before_the_fork(engine: str, path: str) -> None:
 def close_over_hung_writes(
     engine: str, path: str, product: str, patience_s: float
 ) -> dict[str, Any]:
-    """Close what has writes that hang; see that their memory stays as it is."""
+    """Close handles and files with hung writes; check that the memory of these writes is not changed."""
     runtime.CLOSE_PATIENCE_SECONDS = patience_s
     if engine == "threads":
         slow_calls.attached().order(Rule("pwrite", "hung", hold=True))
@@ -478,7 +478,7 @@ def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> N
 
 
 def sync_in_unreadable_directory(engine: str, directory: str, how: str) -> dict[str, Any]:
-    """Write durably where the directory may not be opened; return the syncs that were made, or the error."""
+    """Write durably in a directory that cannot be opened; return the syncs that were made, or the error."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "file"
     tensorferry.write(pathlib.Path(directory).parent / "warm-up", np.ones(1, np.uint8), sync=True)
@@ -535,11 +535,11 @@ def write_pieces_twice(engine: str, directory: str, pieces: int) -> None:
     assert_equal(contents(path), data)
 
 
-# What a reader found who only wanted to break it
+# Defects that reviewers found by trying to break the package
 
 
 def come_back_after_giving_up(engine: str, directory: str) -> str:
-    """Close a handle whose write hangs, drop it, then let the drive come back; return how the write ended."""
+    """Close a handle with a hung write, drop it, then let the write continue; return how the write ended."""
     runtime.CLOSE_PATIENCE_SECONDS = 0.3
     calls = slow_calls.attached()
     data = np.full(3_000_001, 5, np.uint8)
@@ -562,7 +562,7 @@ def come_back_after_giving_up(engine: str, directory: str) -> str:
 
 
 def reads_beside_hung_syncs(engine: str, directory: str) -> None:
-    """Read by path, and close files, while fdatasyncs hang with all helpers that there may be, and more are to come."""
+    """Read by path, and close files, while all allowed helpers hang in fdatasync, and more syncs are queued."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "healthy"
     data = np.full(4 << 20, 6, np.uint8)
@@ -605,7 +605,7 @@ def close_beside_a_slow_sync(engine: str, directory: str, new: bool) -> None:
 
 
 def refused_pieces(engine: str, directory: str, pieces: int) -> int:
-    """Truncate a file to pieces for which there is no room; return the size that it has then."""
+    """Truncate a file to pieces that do not fit on the drive; return its size afterwards."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(1_450_000))
@@ -652,7 +652,7 @@ def pieces_with_few_descriptors(engine: str, directory: str, count: int, sync: b
         assert_equal(contents(other), small)
 
 
-# Streams, whose space is being reserved
+# Streams during the reservation of their space
 
 
 def file_closed_while_its_stream_reserves(engine: str, directory: str) -> int:
@@ -681,7 +681,7 @@ def file_closed_while_its_stream_reserves(engine: str, directory: str) -> int:
 
 
 def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
-    """Drop a stream while reserving space hangs; return whether its array is free to go at once."""
+    """Drop a stream while the reservation of its space hangs; return whether its array is released at once."""
     calls = slow_calls.attached()
     calls.order(Rule("fallocate", "streamed", hold=True, times=1))
     with tensorferry.open(pathlib.Path(directory) / "streamed", "w", engine=engine) as file:
@@ -703,7 +703,7 @@ def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
 
 
 def stream_given_up_beside_held_ones(engine: str, directory: str, way: str) -> None:
-    """Give a stream up, in one way or another, while as many others are held as there are threads for streams."""
+    """Abandon a stream, in one of several ways, while other held streams occupy all threads for streams."""
     calls = slow_calls.attached()
     folder = pathlib.Path(directory)
     count = 8
@@ -750,9 +750,9 @@ def _victim(directory: str) -> pathlib.Path:
 
 
 def interrupted_calls(engine: str, directory: str) -> dict[str, Any]:
-    """Have Ctrl-C come while a system call of a small call is under way, which then answers EINTR, as do all others.
+    """Send Ctrl-C during a system call of a small transfer; this call and all later ones then return EINTR.
 
-    Returns for each call how often the system was called, and what came of it.
+    Returns the number of system calls, and the outcome, of each transfer.
     """
     calls = slow_calls.attached()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -799,7 +799,7 @@ def interrupted_calls(engine: str, directory: str) -> dict[str, Any]:
 
 
 def interrupted_without_end(engine: str, directory: str, times: int) -> dict[str, Any]:
-    """Have system calls answer EINTR though no signal has come; return how often they were called, and the errno."""
+    """Make system calls return EINTR without a signal; return the number of calls, and the errno."""
     calls = slow_calls.attached()
     path = _victim(directory)
     small = np.zeros(5_003, np.uint8)
@@ -827,7 +827,7 @@ def interrupted_without_end(engine: str, directory: str, times: int) -> dict[str
 
 
 def interrupted_by_a_fork(engine: str, directory: str) -> None:
-    """Have a signal handler fork while a small read is interrupted: the child is told, and the parent goes on."""
+    """Fork in a signal handler that interrupts a small read: it fails in the child, and the parent continues."""
     calls = slow_calls.attached()
     path = _victim(directory)
     small = np.zeros(5_003, np.uint8)

@@ -1,4 +1,4 @@
-"""What the fault tests run in processes of their own (see tests/support/child.py)."""
+"""Functions that the fault tests run in separate processes (see tests/support/child.py)."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: i
 def leave_with_hung_reads(
     engine: str, path: str, count: int, patience_seconds: float, over: str
 ) -> None:
-    """Leave with reads pending that hang, each of a handle of its own; make the file `over` when we are through."""
+    """Exit with hung reads pending, each on a separate handle; make the file `over` at the end of the exit."""
     global kept
-    atexit.unregister(runtime._leave)
+    atexit.unregister(runtime._close_at_exit)
     atexit.register(pathlib.Path(over).touch)  # FUSE lets go of no process before that
-    atexit.register(runtime._leave)
+    atexit.register(runtime._close_at_exit)
     runtime.CLOSE_PATIENCE_SECONDS = patience_seconds
     kept = [tensorferry.aio_handle(engine=engine) for _ in range(count)]
     for handle in kept:
         handle.async_pread(bytearray(1 << 20), path)
 
 
-kept: Any = None  # what only the end of the interpreter drops
+kept: Any = None  # objects that live until the end of the interpreter
 
 
 def import_in_another_interpreter(engine: str, directory: str, first: bool) -> str:
-    """Import the package in a sub-interpreter, before or after it is used here; return what came of that."""
+    """Import the package in a sub-interpreter, before or after its use in the main one; return the outcome."""
     try:
         import _interpreters as interpreters  # type: ignore[import-not-found,unused-ignore]
 
@@ -149,14 +149,14 @@ def interrupt(engine: str, path: str, method: str, nbytes: int, raised: str) -> 
     elif method == "result":
         assert_equal(future.result(), wanted)
     else:
-        del target  # its memory must outlive the read that goes on
+        del target  # its memory must outlive the read in flight
         again = np.zeros(nbytes, np.uint8)
         handle.sync_pread(again, path)
         assert_equal(again, wanted)
 
 
 def fork(engine: str, directory: str) -> None:
-    """Fork with a handle, a file, and writes pending; see what the child may do."""
+    """Fork with a handle, a file, and writes pending; check which operations work in the child."""
     data = np.arange(50_003, dtype=np.uint32).view(np.uint8)
     handle = tensorferry.aio_handle(engine=engine)
     path = pathlib.Path(directory)
@@ -254,7 +254,7 @@ def fork_and_leave_normally(engine: str, directory: str) -> None:
 
 
 def modules_imported_by_first_calls(engine: str, directory: str) -> list[str]:
-    """Move bytes in the usual ways; return what that imported."""
+    """Move bytes in the usual ways; return the modules that this imports."""
     data = np.full(70_001, 7, np.uint8)
     before = set(sys.modules)
     path = f"{directory}/file"
@@ -279,7 +279,7 @@ def modules_imported_by_first_calls(engine: str, directory: str) -> list[str]:
 
 
 def fork_in_a_row(engine: str, directory: str) -> None:
-    """Fork a child of a child, each with handles of its own."""
+    """Fork a child of a child; each process has its own handles."""
     path = pathlib.Path(directory)
 
     def work(generations: int) -> None:
@@ -356,7 +356,7 @@ def load_with_workers(engine: str, directory: str) -> list[float]:
 
 
 def few_descriptors(engine: str, directory: str, limit: int, count: int) -> None:
-    """Write and read count files at once with a limit of descriptors far below."""
+    """Write and read count files concurrently with a much lower limit of descriptors."""
     handle = tensorferry.aio_handle(engine=engine)
     assert_works(handle, pathlib.Path(directory))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -380,7 +380,7 @@ def few_descriptors(engine: str, directory: str, limit: int, count: int) -> None
 
 
 def _all_descriptors() -> list[int]:
-    """Take all that are left; return them."""
+    """Open all remaining descriptors; return them."""
     taken = []
     with contextlib.suppress(OSError):
         while True:
@@ -389,7 +389,7 @@ def _all_descriptors() -> list[int]:
 
 
 def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
-    """Run out of descriptors, which all come back before anybody looks at what is outstanding.
+    """Run out of descriptors; all of them are freed before the number of outstanding transfers is read.
 
     Returns how many transfers were outstanding at each try to open a file.
     """
@@ -415,7 +415,7 @@ def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
 
 
 def stream_at_the_limit(engine: str, directory: str) -> int:
-    """Begin a stream when no descriptor is left but those that a pending write will give back."""
+    """Begin a stream without free descriptors; a pending write will free some."""
     path = pathlib.Path(directory) / "file"
     file = tensorferry.open(path, "w", engine=engine)
     source = np.zeros(64 << 20, np.uint8)
@@ -433,7 +433,7 @@ def stream_at_the_limit(engine: str, directory: str) -> int:
 
 
 def files_while_none_ends(engine: str, directory: str, counted: str, limit: int, count: int) -> int:
-    """Write files whose writes are held until we say how many descriptors that has taken; return that number."""
+    """Write files, with all writes held until the descriptors are counted; return the number of descriptors in use."""
     handle = tensorferry.aio_handle(engine=engine)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     before = count_descriptors()
@@ -484,7 +484,7 @@ def files_already_open(engine: str, directory: str, held: str) -> int:
 
 
 def descriptors_used_up_by_others(engine: str, directory: str, held: str, by_path: bool) -> int:
-    """Read by path where the application has all descriptors, while another read is held; return the errno."""
+    """Read by path while the application has all descriptors, and another read is held; return the errno."""
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(100_003))
     handle = tensorferry.aio_handle(engine=engine)
@@ -516,7 +516,7 @@ def descriptors_used_up_by_others(engine: str, directory: str, held: str, by_pat
 
 
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
-    """Open a file when no descriptor is left, and again when there is."""
+    """Open a file without a free descriptor, and again with one."""
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(4096))
     handle = tensorferry.aio_handle(engine=engine)
@@ -557,7 +557,7 @@ def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
 
 
 def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str, Any]:
-    """Transfer 16 MiB as an ordinary user who may lock no more than limit bytes."""
+    """Transfer 16 MiB as an unprivileged user with a limit of locked memory."""
     import torch
 
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
@@ -607,7 +607,7 @@ def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str,
 
 
 def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
-    """Ask for handles and files as an ordinary user who may start no thread; then as one who may."""
+    """Open handles and files as an unprivileged user without the right to start threads, then with it."""
     os.environ["TENSORFERRY_ENGINE"] = engine
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(4096))
@@ -632,12 +632,12 @@ def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
     handle = tensorferry.aio_handle(engine=engine)
     assert_works(handle, path.parent)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
-    assert_works(handle, path.parent)  # who has threads needs no more
+    assert_works(handle, path.parent)  # a handle that has its threads needs no new ones
     return {"refusals": refusals}
 
 
 def _become_nobody() -> str:
-    """Become an ordinary user, for whom limits of processes count; or return why not."""
+    """Become an unprivileged user, to whom limits of processes apply; or return the reason why that fails."""
     try:
         os.setgroups([])
         os.setgid(65534)
@@ -648,7 +648,7 @@ def _become_nobody() -> str:
 
 
 def no_further_threads(engine: str, directory: str, count: int) -> dict[str, Any]:
-    """Move much and little by handles and files that are there, as a user who may start no thread any more."""
+    """Move large and small arrays by existing handles and files, after the user has lost the right to start threads."""
     os.environ["TENSORFERRY_ENGINE"] = engine
     folder = pathlib.Path(directory)
     rng = np.random.default_rng(count)
@@ -692,7 +692,7 @@ def no_further_threads(engine: str, directory: str, count: int) -> dict[str, Any
         assert (folder / f"stream-{index}").read_bytes() == 2 * array.tobytes()
     with tensorferry.open(folder / "first") as file:
 
-        def read_until_one_has_not_ended() -> None:  # what has is called back without a thread
+        def read_until_one_has_not_ended() -> None:  # callbacks of ended transfers need no thread
             while True:
                 file.read_into(bytearray(10)).add_done_callback(lambda _: None)
 
@@ -719,7 +719,7 @@ def little_address_space(engine: str, directory: str) -> dict[str, Any]:
 
 
 def without_proc(engine: str, directory: str) -> dict[str, Any]:
-    """Write and read where /proc is not mounted."""
+    """Write and read without a mounted /proc."""
     os.environ["TENSORFERRY_ENGINE"] = engine
     folder = pathlib.Path(directory)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -761,7 +761,7 @@ def without_proc(engine: str, directory: str) -> dict[str, Any]:
 
 
 def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
-    """Take all Linux AIO contexts of the system, then ask for a handle without io_uring."""
+    """Allocate all Linux AIO contexts of the system, then open a handle without io_uring."""
     seccomp.block(["io_uring"])
     path = pathlib.Path(directory)
     handles = []
@@ -772,7 +772,7 @@ def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
         except tensorferry.EngineUnavailableError as error:
             refusal = str(error)
             break
-    for _ in range(3000):  # what is left for default ones
+    for _ in range(3000):  # the contexts that are left for handles with default settings
         try:
             handles.append(tensorferry.aio_handle(engine="libaio", queue_depth=128))
         except tensorferry.EngineUnavailableError:
@@ -797,7 +797,7 @@ def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
 
 
 def report_engine(directory: str) -> dict[str, Any]:
-    """Say which engine a handle gets, and why not another."""
+    """Return the engine of a handle, and the reasons against the others."""
     handle = tensorferry.aio_handle()
     assert_works(handle, pathlib.Path(directory))
     forced = {}

@@ -1,9 +1,9 @@
-"""What test_random_meetings.py runs in a process of its own: threads that do everything to each other's handles.
+"""The program of test_random_meetings.py, for a separate process: threads that use and close each other's handles.
 
-Each thread has a file that it alone writes, and a model of it: what the file must hold. It works by handles and files
-that the others close and drop at any moment; it cancels, forks, and the main thread is interrupted. An operation that
-reports success has written or read every byte; one that is refused has changed none; one that is cancelled or
-interrupted has written bytes of its own only, and the file is still when that is over.
+Only one thread writes each file, and it has a model of the expected bytes. The threads use handles and files that other
+threads close and drop at any moment. They cancel and fork, and the main thread is interrupted. An operation that
+reports success has written or read every byte, and a refused operation has changed none. A cancelled or interrupted
+operation has written only its own bytes, and the file does not change after it has ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CANCELLED: tuple[type[BaseException], ...] = (concurrent.futures.CancelledError,
 
 
 class Interrupts:
-    """SIGINT for the main thread: raised where it is armed, forgotten elsewhere."""
+    """SIGINT for the main thread: raised while it is armed, otherwise ignored."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -78,7 +78,7 @@ class Slot:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Close, and tell the owner when that is over."""
+        """Close, and notify the owner at the end."""
         with self._lock:  # a second close may return before the first has ended
             self.opened.close()
         self._closed.set()
@@ -89,7 +89,7 @@ class Slot:
 
 
 class Refused(Exception):  # noqa: N818
-    """The handle or file had been closed: nothing was done."""
+    """The handle or file was closed, so the operation did not begin."""
 
 
 class Meetings:
@@ -103,7 +103,7 @@ class Meetings:
         self.failures: list[str] = []
         self.counts: dict[str, int] = {}
         self.handles: list[Slot] = []  # for blocking calls of all threads
-        # For asynchronous calls of one thread each: wait() is for what nobody waits for yet.
+        # For asynchronous calls; each handle belongs to one thread, because wait() waits for all calls of a handle.
         self.queues: list[Slot] = []
         self.files: list[Slot] = []
         self.arrays: list[weakref.ref[Any]] = []
@@ -112,10 +112,11 @@ class Meetings:
         self.interrupts = Interrupts()
 
     def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1  # a lost count is no loss
+        # A race between threads may lose a count, which does not matter.
+        self.counts[name] = self.counts.get(name, 0) + 1
 
     def run(self, seconds: float) -> None:
-        """Let the threads meet for so long; raise what failed first."""
+        """Run the threads for so long; raise the first failure."""
         warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads, from 3.12 on
         actors = [Actor(self, number) for number in range(THREADS)]
         self.handles = [Slot(actor.new_handle()) for actor in actors]
@@ -163,7 +164,7 @@ class Meetings:
 
 
 class Actor:
-    """One thread, its file, and what that must hold."""
+    """One thread, its file, and the expected contents."""
 
     def __init__(self, meetings: Meetings, number: int) -> None:
         self.meetings = meetings
@@ -206,7 +207,7 @@ class Actor:
     # Transfers
 
     def piece(self) -> tuple[Any, int]:
-        """Return new bytes, and where in the file to write them."""
+        """Return new bytes, and their offset in the file."""
         nbytes = self.random.choice([1, 4096, 5_003, 70_001, 1 << 20, 1_100_003, 3 << 20])
         offset = self.random.randrange(0, FILE_NBYTES - nbytes + 1)
         if self.random.random() < 0.5:
@@ -262,7 +263,7 @@ class Actor:
             if interrupts is None:
                 action()
             elif not interrupts.during(action):
-                # What was in flight still is; a write over it comes behind it.
+                # The interrupted write may still be in flight; a later write to the same bytes is ordered after it.
                 self.meetings.count("writes interrupted")
                 tensorferry.write(self.path, data, offset)
         except Refused:
@@ -289,7 +290,7 @@ class Actor:
         try:
             with _refusals():
                 slot.opened.wait()
-        except Refused:  # it was accepted, so who closed the handle has finished it
+        except Refused:  # the write was accepted, so the close has completed it
             slot.await_close()
 
     def _file(self, write: bool, array: Any, offset: int) -> None:
@@ -339,7 +340,7 @@ class Actor:
         # Each byte is the old or the new one, and stays so.
         found = self._contents()
         old, new = self.model[offset : offset + data.size], found[offset : offset + data.size]
-        assert ((new == old) | (new == data)).all(), "a cancelled write wrote what nobody gave it"
+        assert ((new == old) | (new == data)).all(), "a cancelled write wrote other bytes"
         old[:] = new
         self.meetings.count("writes cancelled")
 
@@ -354,7 +355,7 @@ class Actor:
     # Closing
 
     def _own_file(self) -> tensorferry.File:
-        """Return this thread's file; a new one where another thread has closed it."""
+        """Return this thread's file; open it again if another thread has closed it."""
         slot = self.meetings.files[self.number]
         if slot.opened.closed:
             slot = self.meetings.files[self.number] = Slot(self.new_file())
@@ -388,7 +389,7 @@ class Actor:
     # Forks
 
     def fork(self) -> None:
-        """Fork; the child may not use what is the parent's, and works with its own."""
+        """Fork; the child cannot use the parent's handles and files, and works with its own."""
         with self.meetings.fork_lock:
             if time.monotonic() - self.meetings.last_fork < FORKS_APART_S:
                 return
@@ -412,7 +413,7 @@ class Actor:
         self.meetings.count("forks")
 
     def compare(self) -> None:
-        """Compare the file with what it must hold."""
+        """Compare the file with its model."""
         self._assert_equal("at the end", self._contents(), self.model)
 
     def _contents(self) -> Any:
@@ -425,7 +426,7 @@ class Actor:
 
 @contextlib.contextmanager
 def _refusals() -> Any:
-    """Turn the error of what is closed into Refused."""
+    """Turn the errors of closed handles and files into Refused."""
     try:
         yield
     except ValueError as error:
@@ -462,13 +463,13 @@ def _work_in_child(slot: Slot, data: Any, path: pathlib.Path, engine: str) -> No
 
 def held_of(arrays: list[weakref.ref[Any]]) -> int:
     """Return how many of these arrays are still held."""
-    Holdings.now()  # what an interrupted call has left goes with its scheduler's next
+    Holdings.now()  # releases the remains of interrupted calls
     return sum(watched() is not None for watched in arrays)
 
 
 def run(directory: str, engines: list[str], seconds: float, seed: int) -> dict[str, Any]:
-    """Let threads meet for a while; nothing may be wrong, and nothing left behind."""
-    # Arrays of their own mappings, which free() gives back to the system: else what it keeps would hide a leak.
+    """Run the threads for a while; check that there are no failures and no leaks."""
+    # Arrays get separate mappings, which free() returns to the system. Memory that free() keeps would hide a leak.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 << 10)
     path = pathlib.Path(directory)
     Meetings(path, engines, seed).run(

@@ -33,7 +33,7 @@ WRITERS = [
 
 
 def leave(engine: str, directory: str) -> None:
-    """Start daemon threads that wait in calls of all kinds, and return when those that write are at it."""
+    """Start daemon threads that wait in calls of all kinds, and return when the writes have begun."""
     global kept
     path = pathlib.Path(directory)
     data = np.full(NBYTES, 7, np.uint8)

@@ -1,7 +1,7 @@
 """The situations in which DeepNVMe loses data or ends the process: each has tests here, on each engine that it reaches.
 
-They were found by running DeepSpeed 0.19's handles; the names are those of that investigation. Tests say by the mark
-`covers` in which of them they assert our behaviour.
+They were found by running DeepSpeed 0.19's handles, and have the names of that investigation. A test has the mark
+`covers` with the situations in which it checks our behaviour.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ concurrent_create_same_handle_two_threads_write async_then_free_buffer
 bounce_during_pending_mutation temp_tensor_async threads_deadlock_async_vs_wait
 """.split()  # noqa: SIM905
 
-# What is refused, or done, before an engine has a part in it.
+# Cases that are refused, or end, before an engine takes part.
 WITHOUT_ENGINE = """
 negative_offset_read negative_offset_write noncontig_unpinned_1d_read noncontig_locked_read
 meta_tensor parallelism_zero parallelism_negative block_size_zero queue_depth_zero

@@ -1,4 +1,4 @@
-"""Block devices, with sectors of 4,096 bytes too, and drives that ask for more than they said."""
+"""Block devices, also with sectors of 4,096 bytes, and drives that need a larger alignment than they report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EDGES = [0, 1, 511, 512, 513, 4095, 4096, 4097, 12_288, 70_001, 1 << 20]
 def write_and_read_anywhere(
     path: pathlib.Path, model: Any, random_bytes: RandomBytes, engine: str
 ) -> None:
-    """Write and read at odd and even places, from memory at any address; all that must be left alone is compared."""
+    """Write and read at odd and even offsets, from memory at any address; compare also the bytes around the writes."""
     choices = random_bytes.generator
     with tensorferry.open(path, "r+", engine=engine, block_size=64 << 10) as file:
         data = random_bytes.at(1 << 16, 0)
@@ -65,7 +65,7 @@ def test_any_bytes_are_written_and_read_where_sectors_have_4096_bytes(
 def test_a_direct_read_that_turns_out_to_be_refused_goes_through_the_page_cache(
     engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """The device told 512 bytes when it was opened, and then asks for 4,096."""
+    """The device reports sectors of 512 bytes when it is opened, and later requires 4,096."""
     data = random_bytes(3 << 20)[:-1024]
     with mounts.loop_device(directory, "--sector-size=512", "--direct-io=on") as device:
         tensorferry.write(device, data, 512)
@@ -127,5 +127,5 @@ def test_two_nodes_of_one_device_are_one_file(engine: str, directory: pathlib.Pa
             handle.async_pwrite(array, path, offset)
         assert handle.wait() == len(items)
         assert_equal(tensorferry.read(other, found, 4096), arrays[0])
-        with pytest.raises(ValueError, match="one file comes twice"):
+        with pytest.raises(ValueError, match="two paths name the same file"):
             tensorferry.open([device, other], "r+")

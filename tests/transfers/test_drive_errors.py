@@ -41,7 +41,7 @@ FAULT_OFFSETS = [0, 3 * BLOCK + 100, NBYTES - 1]
 
 @pytest.fixture
 def blocks_handle(make_handle: MakeHandle) -> Handle:
-    """A handle whose blocks are small."""
+    """Return a handle with small blocks."""
     return make_handle(block_size=BLOCK, queue_depth=8)
 
 
@@ -422,7 +422,7 @@ def test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made(
 def test_a_sync_that_failed_is_not_forgotten_by_the_file(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
-    """The kernel tells of it once: the next fdatasync succeeds, and what was written may be lost."""
+    """The kernel reports the error once: the next fdatasync succeeds, although written data may be lost (fsync(2))."""
     path = faultfs.path / "file"
     array = random_bytes(NBYTES)
     with tensorferry.open(path, "w", engine=engine) as file:
@@ -432,7 +432,7 @@ def test_a_sync_that_failed_is_not_forgotten_by_the_file(
         for call in (file.sync, lambda: file.write(array, sync=True)):
             with storage_error(errno.EIO, path) as caught:
                 call()
-            assert "written again" in str(caught.value)
+            assert "write the data again" in str(caught.value)
         file.write(array)  # only syncs fail
         with tensorferry.open(path, "r+", engine=engine) as anew:
             anew.write(array, sync=True)
@@ -456,7 +456,7 @@ def test_a_sync_whose_failure_nobody_heard_is_not_forgotten(
 def test_of_syncs_of_one_file_at_once_none_succeeds_beside_one_that_fails(
     faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
-    """The first takes the error with it; what it was to keep is others' as well."""
+    """The first sync consumes the error, which also concerns the data of the others."""
     path = faultfs.path / "file"
     array = random_bytes(NBYTES)
     with tensorferry.open(path, "w") as file, ThreadPoolExecutor() as pool:
@@ -489,7 +489,7 @@ def test_syncs_that_share_one_that_fails_fail(
 
 
 def test_a_forked_child_has_no_syncs(faultfs: FaultFS, random_bytes: RandomBytes) -> None:
-    """It would take the error away from its parent, whose open file it shares."""
+    """A sync in the child would consume the error of the open file that it shares with its parent."""
     path = faultfs.path / "file"
     with tensorferry.open(path, "w") as file:
         file.write(random_bytes(NBYTES))

@@ -1,4 +1,4 @@
-"""Files that several extend, disks that fill up meanwhile, blocks larger than a page."""
+"""Files that several writers extend, disks that become full during a write, blocks larger than a page."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
 
 @pytest.mark.parametrize(
     "engine", ["io_uring", "libaio"], indirect=True
-)  # whose calls the filter forbids
+)  # the filter forbids their calls
 def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_returns(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -148,7 +148,8 @@ def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
                 handle.async_pwrite(expected[begin:end], str(path), begin)
             handle.wait()
             descriptor = os.open(path, os.O_RDWR)
-            os.fsync(descriptor)  # EIO where the kernel itself saw such a collision
+            # EIO if the kernel has detected a collision of direct and buffered writes.
+            os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
             assert_equal(contents(path), expected)

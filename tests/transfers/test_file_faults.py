@@ -228,7 +228,7 @@ def test_writing_on_a_read_only_file_system_raises_erofs(
 
 @pytest.fixture
 def immutable_file(directory: pathlib.Path, random_bytes: RandomBytes) -> Iterator[pathlib.Path]:
-    """A file of 8192 bytes that nobody may change."""
+    """Return an immutable file of 8192 bytes."""
     path = directory / "immutable"
     path.write_bytes(random_bytes(8192))
     path.chmod(stat.S_IRUSR)
@@ -302,7 +302,7 @@ def test_a_descriptor_that_its_owner_closes_while_writes_are_pending_still_gets_
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
     handle.async_pwrite(source, descriptor)
     os.close(descriptor)
-    with other.open("wb") as file:  # takes the number over
+    with other.open("wb") as file:  # gets the number of the closed descriptor
         assert file.fileno() == descriptor
         assert handle.wait() == 1
     assert_equal(contents(path), source)
@@ -336,7 +336,7 @@ def test_writing_to_a_read_only_descriptor_raises_and_changes_nothing(
 def test_a_descriptor_in_append_mode_is_written_at_the_offset(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
-    """Linux appends whatever the offset says (pwrite(2), BUGS): silently the wrong place."""
+    """With O_APPEND, Linux ignores the offset and appends (pwrite(2), BUGS): silent writes at the wrong offset."""
     path = directory / "file"
     old, new = random_bytes(8192), random_bytes(4096)
     old.tofile(path)

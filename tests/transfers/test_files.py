@@ -1,4 +1,4 @@
-"""Functions and files: any size, offset, alignment and dtype, on every engine, against plain Python."""
+"""Functions and files: any size, offset, alignment and dtype, on every engine, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BLOCK = 65536
 
-# Sizes and offsets where something changes: sectors, pages, blocks, and their neighbours.
+# Sizes and offsets at the boundaries of sectors, pages and blocks, and next to them.
 edges = st.sampled_from(
     [0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 8192, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
 )
@@ -108,7 +108,8 @@ def test_beyond_4_gib(directory: pathlib.Path) -> None:
 
 
 def test_one_transfer_of_more_than_4_gib(directory: pathlib.Path) -> None:
-    # A read system call moves at most 2 GiB, and 32 bits end at 4 GiB. Holes take no disk, folds no memory.
+    # A read system call moves at most 2 GiB, and 32-bit offsets end at 4 GiB. Holes use no space on the drive, and
+    # folded arrays use no memory.
     nbytes = (4 << 30) + 4097
     marks = (0, (2 << 30) - 5, (2 << 30) + 4096, (4 << 30) - 1, nbytes - 1)
     path = directory / "hole"
@@ -311,10 +312,10 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
     with pytest.raises(ValueError, match="engine"):
         tensorferry.open(path, "w", engine="windows")
     for call in (tensorferry.read, tensorferry.write):
-        with pytest.raises(ValueError, match="priority: 'urgent' is none of"):
+        with pytest.raises(ValueError, match="priority: 'urgent' is not one of"):
             call(path, bytearray(5), priority="urgent")  # type: ignore[operator]
     for many in (tensorferry.read_many, tensorferry.write_many):
-        with pytest.raises(ValueError, match="priority: 7 is none of"):
+        with pytest.raises(ValueError, match="priority: 7 is not one of"):
             many([(path, bytearray(5))], priority=7)  # type: ignore[operator]
     for setting, maximum in (("queue_depth", 32768), ("block_size", 1 << 30)):
         for value in (0, -1, maximum + 1, (1 << 31) - 1, 1 << 80):
@@ -372,7 +373,7 @@ def test_preallocated_space_is_there_and_can_be_cut(directory: pathlib.Path) -> 
         file.preallocate(1 << 20, 1000)
         assert path.stat().st_blocks * 512 >= 1 << 20
         assert file.size == (1 << 20) + 1000
-        file.preallocate(10)  # lies before the end: nothing to do
+        file.preallocate(10)  # ends before the end of the file, so it has no effect
         file.truncate(100)
         assert file.size == 100
         with pytest.raises(ValueError, match="nbytes"):

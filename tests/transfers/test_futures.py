@@ -49,7 +49,7 @@ def test_results(engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 
 @pytest.fixture
 def failing(faultfs: FaultFS) -> pathlib.Path:
-    """A file whose reads are held, and fail when they are released."""
+    """Return a file with reads that are held, and fail when they are released."""
     path = faultfs.path / "file"
     path.write_bytes(bytes(100_000))
     faultfs.order(Fault("read", hold=True, error=errno.EIO))
@@ -99,7 +99,7 @@ def test_callbacks_are_called_once_each_with_the_future(
             future.add_done_callback(note)
         for _ in futures:
             assert everything.acquire(timeout=300)
-        futures[0].add_done_callback(note)  # done: called at once, here
+        futures[0].add_done_callback(note)  # on a done future it runs at once, in this thread
     assert len(called) == 51
     assert set(map(id, called)) == set(map(id, futures))
 
@@ -113,7 +113,7 @@ def test_an_exception_in_a_callback_is_logged_and_harms_nobody(
         future.add_done_callback(lambda _: 1 / 0)
         future.add_done_callback(lambda _: after.set())
         assert after.wait(120)
-    # One that is added when all is done is called at once, and may be before the other, on its thread, has been.
+    # A callback that is added to a done future runs at once, perhaps before the other one has run on its thread.
     assert settled(lambda: "ZeroDivisionError" in caplog.text)
 
 
@@ -132,7 +132,7 @@ def test_await(engine: str, directory: pathlib.Path, random_bytes: RandomBytes) 
     async def write(file: tensorferry.File, index: int) -> None:
         assert await file.write_from(data[index], 2_000_000 * index) is data[index]
 
-    for _ in range(2):  # a second loop has its own listener
+    for _ in range(2):  # each event loop has its own listener
         asyncio.run(main())
 
 
@@ -452,7 +452,7 @@ def test_threads_that_ask_at_the_same_moment_get_the_same_failure(
     make = tensorferry.errors.storage_error
 
     def make_slowly(*fault: Any) -> tensorferry.StorageError:
-        time.sleep(0.1)  # the others come meanwhile
+        time.sleep(0.1)  # gives the other threads time to arrive
         return make(*fault)
 
     monkeypatch.setattr(tensorferry.errors, "storage_error", make_slowly)
@@ -495,7 +495,7 @@ def test_a_failure_that_nobody_asks_about_is_warned_of(
     with tensorferry.open(failing) as file:
         file.read_into(bytearray(100_000))
         faultfs.release()
-        with pytest.warns(RuntimeWarning, match="nobody asked"):
+        with pytest.warns(RuntimeWarning, match="never retrieved"):
             file.close()
 
 
@@ -570,7 +570,7 @@ def test_a_future_that_its_array_refers_to_is_collected(
         array.future = file.read_into(array)
         array.future.result()
         gone = weakref.ref(array.future)
-        file.read_into(bytearray(1)).result()  # drops what the core kept of the first
+        file.read_into(bytearray(1)).result()  # releases what the core kept of the first
         del array
         gc.collect()
         assert gone() is None

@@ -1,4 +1,4 @@
-"""gds_handle: its arguments, refusals, modes and pins. What it moves is tested in tests/gpu."""
+"""gds_handle: its arguments, refusals, modes and pins. tests/gpu tests its transfers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cufile(monkeypatch: pytest.MonkeyPatch) -> Cufile:
-    """A function that says what opening cuFile finds; there is a driver."""
+    """Return a function that sets the result of opening cuFile; a pretended driver is available."""
     pretend_driver(monkeypatch)
     monkeypatch.delenv("TENSORFERRY_GDS", raising=False)
 
@@ -65,7 +65,7 @@ def test_without_cufile_the_refusal_says_what_moves_gpu_memory(cufile: Cufile) -
     cufile("no libcufile; remedy: pip install nvidia-cufile")
     with pytest.raises(tensorferry.EngineUnavailableError, match="pip install nvidia-cufile") as it:
         gds_handle()
-    assert "aio_handle moves CUDA tensors without it" in str(it.value)
+    assert "aio_handle supports CUDA tensors without it" in str(it.value)
 
 
 def test_without_a_driver_the_refusal_says_so(
@@ -75,7 +75,7 @@ def test_without_a_driver_the_refusal_says_so(
     pretend_no_driver(monkeypatch)
     with pytest.raises(tensorferry.EngineUnavailableError, match="no driver") as caught:
         gds_handle()
-    assert "aio_handle moves host memory" in str(caught.value)
+    assert "aio_handle supports host memory" in str(caught.value)
 
 
 def test_settings_out_of_range_are_refused_before_cufile_is_opened() -> None:
@@ -163,7 +163,7 @@ def test_pins_are_known_to_all_handles_and_end_with_the_one_that_made_them() -> 
                 with pytest.raises(ValueError, match=r"tensor: .*pinned already"):
                     other.pin_device_tensor(again)
             assert other.pin_device_tensor(apart)
-            assert other.unpin_device_tensor(array_at(0, 7))  # begins where it does
+            assert other.unpin_device_tensor(array_at(0, 7))  # begins at the same address
             assert not handle.unpin_device_tensor(whole)
             assert handle.pin_device_tensor(whole)
         assert not other.is_pinned(whole)
@@ -189,9 +189,9 @@ def test_pinned_memory_is_kept_until_it_is_unpinned() -> None:
 @pytest.mark.usefixtures("compatible")
 def test_only_gpu_memory_can_be_pinned() -> None:
     with gds_handle() as handle:
-        with pytest.raises(ValueError, match="tensor: it is in host memory"):
+        with pytest.raises(ValueError, match="tensor: expected GPU memory, got host memory"):
             handle.pin_device_tensor(torch.zeros(3))
-        with pytest.raises(ValueError, match="tensor: it is empty"):
+        with pytest.raises(ValueError, match="tensor: an empty tensor cannot be pinned"):
             handle.pin_device_tensor(array_at(0, 0))
         with pytest.raises(TypeError, match="tensor"):
             handle.pin_device_tensor([1, 2])

@@ -160,7 +160,7 @@ def test_a_thread_may_submit_while_another_waits(
 def test_submitting_a_write_returns_while_the_drive_is_stuck(
     handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, locked: bool
 ) -> None:
-    """This thread lets the write go, so it must come back from submitting first."""
+    """This thread releases the write, so the submit has to return before."""
     source = torch.from_numpy(random_bytes(4 << 20))
     if locked:
         source = handle.new_cpu_locked_tensor(4 << 20, source).copy_(source)
@@ -318,7 +318,7 @@ def test_temporary_tensors_live_until_they_are_written(
 ) -> None:
     for index in range(200):
         handle.async_pwrite(torch.full((25_001,), index), str(directory / f"file{index}"))
-        torch.full((25_001,), -1)  # would take the memory over
+        torch.full((25_001,), -1)  # would get the memory if it had been freed
     assert handle.wait() == 200
     for index in range(200):
         data = np.fromfile(directory / f"file{index}", np.int64)
@@ -345,7 +345,7 @@ def test_a_temporary_source_of_any_kind_lives_until_it_is_written(
     faultfs.order(Fault("write", hold=True))
     handle.async_pwrite(SOURCES[kind](), str(path))
     faultfs.await_held()
-    usurper = np.full(70_001, 9, np.uint8)  # would take the memory over
+    usurper = np.full(70_001, 9, np.uint8)  # would get the memory if it had been freed
     faultfs.release()
     assert handle.wait() == 1
     assert (contents(path) == 5).all()

@@ -94,7 +94,7 @@ def test_return_values(
     assert handle.wait() == 0
     handle.async_pwrite(source, path)
     handle.async_pwrite(source, path + "2", 5)
-    assert handle.sync_pread(found, path) == 3  # its own and all that were pending
+    assert handle.sync_pread(found, path) == 3  # this call and the two pending ones
     assert handle.wait() == 0
     with pytest.raises(TypeError, match="async"):
         handle.pread(found, path, False)

@@ -1,4 +1,4 @@
-"""A device that hangs holds up what is its own, and no call on another one."""
+"""A hung device delays its own calls, and no call on another device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LARGE, SMALL = 6 << 20, 4096
 
-# What hangs, and a call that meets it; given a path that holds LARGE bytes.
+# The system call that hangs, and a call that runs into it; the path has LARGE bytes.
 HUNG: dict[str, tuple[str, Callable[[pathlib.Path], object]]] = {
     "reads": ("read", lambda path: tensorferry.read(path, np.empty(LARGE, np.uint8))),
     "reads past the cache": (
@@ -62,7 +62,7 @@ def hanging(faultfs: FaultFS, what: str, count: int) -> Iterator[list[InThread]]
 
 
 def calls_on(directory: pathlib.Path) -> None:
-    """Make calls of many kinds, and see that each does what it should."""
+    """Make calls of many kinds, and check their results."""
     data = np.random.default_rng(1).integers(0, 256, 40 << 20, np.uint8)
     small = data[:SMALL]
     new = NewFile(str(directory / "new"))

@@ -1,4 +1,4 @@
-"""Ctrl-C in calls that wait for a drive that is stuck: it comes at once, and what is in flight harms nobody."""
+"""Ctrl-C in calls that wait for a hung drive: it is raised at once, and the I/O in flight does no harm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("default_engine")
 
-# The calling thread itself does what fits one block, and FUSE does not let go a thread that it holds.
+# Larger than one block: the calling thread does a transfer of one block itself, and a signal cannot interrupt a thread
+# that FUSE holds.
 NBYTES = 6 << 20
 MARGIN = 100_003
 
@@ -85,7 +86,7 @@ def test_a_write_left_by_ctrl_c_changes_nothing_outside_its_range(
     gc.collect()
     others = [np.full(NBYTES, 9, np.uint8) for _ in range(4)]
     faultfs.clear()
-    # Done after what is in flight, which it overlaps.
+    # This write ends after the writes in flight, because it overlaps them.
     assert handle.sync_pwrite(~data[:1], path, MARGIN) == 1
     found = contents(path)
     assert_equal(found[:MARGIN], data[:MARGIN])

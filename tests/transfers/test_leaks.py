@@ -28,7 +28,7 @@ BLOCK = 4096
 
 @dataclass
 class Stage:
-    """Where the faults of one test are played."""
+    """The handle, the file and the mount of one test."""
 
     handle: tensorferry.aio_handle
     file: Any
@@ -122,7 +122,7 @@ def test_repetitions_leak_nothing(
     fault: Callable[[Stage], None],
     repetitions: int,
 ) -> None:
-    """What makes and ends an engine is repeated less: Linux AIO takes 30 ms to let a context go."""
+    """Faults that start and end an engine are repeated less often: Linux AIO needs 30 ms to destroy a context."""
     (directory / "short").write_bytes(bytes(1000))
     with tensorferry.open(directory / "short", engine=engine) as file:
         target = np.zeros(NBYTES, np.uint8)
@@ -153,7 +153,7 @@ def test_hundreds_of_failures_of_the_drive_leak_nothing(
     array = np.zeros(NBYTES, np.uint8)
     array.tofile(path)
     fault = replace(fault, op=op)
-    # A write that moves nothing is tried again for a while, so few of them must do.
+    # A write that moves no bytes is retried for a while, so there is time for a few repetitions only.
     repetitions = 5 if fault.short == 0 and op == "write" else REPETITIONS
     submit = handle.async_pread if op == "read" else handle.async_pwrite
 

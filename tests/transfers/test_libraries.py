@@ -1,4 +1,4 @@
-"""Where cuFile is looked for."""
+"""The places in which cuFile is searched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def nowhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A machine without cuFile, and a folder where packages are looked for."""
+    """Return a folder in which packages are searched, on a machine without cuFile."""
     for name in ("TENSORFERRY_LIBCUFILE", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(libraries, "_linker_cache", lambda: "")

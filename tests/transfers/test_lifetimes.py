@@ -1,4 +1,4 @@
-"""Handles, tensors and processes that end, are interrupted or multiply while I/O is pending."""
+"""Handles, tensors and processes that end, are interrupted or fork while I/O is pending."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_handle_that_goes_with_failures_nobody_saw_warns_of_each(
     faultfs.order(Fault("write", error=5, name="bad1"), Fault("write", error=28, name="bad2"))
     for name in ("good1", "bad1", "good2", "bad2"):
         handles[0].async_pwrite(np.ones(4096, np.uint8), str(faultfs.path / name))
-    gc.collect()  # what earlier tests have left warns of its own
+    gc.collect()  # objects of earlier tests must not add their warnings
     with pytest.warns(RuntimeWarning) as caught:
         handles[0].close() if how == "closed" else handles.clear()
     (first, second) = (str(warning.message) for warning in caught)
@@ -245,7 +245,7 @@ def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
 ) -> None:
     torch = pytest.importorskip("torch")
     path = faultfs.path / "file"
-    # One block, which is with the file system when the memory goes.
+    # One block, which is at the file system when the array is dropped.
     array = np.full(4096, 7, np.uint8) if how == "numpy" else torch.full((1024,), 7.0)
     faultfs.order(Fault("write", hold=True, times=1))
 
@@ -330,7 +330,8 @@ def _assert_complete(directory: pathlib.Path, count: int, nbytes: int) -> None:
         ("wait", 4096),
         ("wait", 8 << 20),
         ("result", 4096),
-        # The calling thread itself does what is small, and FUSE does not let go a thread it holds.
+        # Only large ones: the calling thread does small transfers itself, and a signal cannot interrupt a thread
+        # that FUSE holds.
         ("sync_pread", 8 << 20),
         ("file.read", 8 << 20),
         ("tensorferry.read", 8 << 20),
@@ -344,7 +345,7 @@ def test_ctrl_c_interrupts_a_call_that_waits_for_a_read_that_is_stuck(
     method: str,
     nbytes: int,
 ) -> None:
-    """The read is let go only when the call has raised."""
+    """The read is released only after the call has raised."""
     path = faultfs.path / "file"
     np.full(nbytes, 5, np.uint8).tofile(path)
     arguments = {"engine": engine, "method": method, "nbytes": nbytes}
@@ -412,7 +413,7 @@ def test_a_forked_child_leaves_normally_and_the_parents_writes_complete(
 
 
 def test_first_transfers_import_nothing(default_engine: str, directory: pathlib.Path) -> None:
-    """A child forked by another thread meanwhile would wait for the import's lock for ever."""
+    """A child that another thread forks during an import would wait for the import lock forever."""
     program = f"{PROGRAMS}:modules_imported_by_first_calls"
     assert child.call(program, engine=default_engine, directory=directory).result == []
 
@@ -499,7 +500,7 @@ def test_closing_a_file_gives_up_where_nothing_moves_and_loses_nothing(
     faultfs.order(Fault("write", hold=True))
     future = file.write_from(data.copy())
     faultfs.await_held()
-    with pytest.warns(RuntimeWarning, match=f"transfers of {str(path)!r} .* left behind"):
+    with pytest.warns(RuntimeWarning, match=f"transfers of {str(path)!r} .* abandoned"):
         file.close()
     assert file.closed
     assert not future.done()
@@ -537,7 +538,7 @@ def test_a_file_loses_none_of_the_futures_that_threads_begin(
     done = tensorferry.Future.done
 
     def slow_done(future: tensorferry.Future) -> bool:
-        time.sleep(0)  # others run where they may
+        time.sleep(0)  # lets other threads run here
         return done(future)
 
     monkeypatch.setattr(tensorferry.Future, "done", slow_done)

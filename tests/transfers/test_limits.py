@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROGRAMS = "tests.transfers.programs"
 
-# What an engine may run into when there are very many handles.
+# The limit that an engine reaches with very many handles.
 LIMIT_OF = {"io_uring": "RLIMIT_MEMLOCK", "libaio": "aio-max-nr"}
 
 
@@ -121,7 +121,7 @@ def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
     faultfs.await_held(8)
     least = 0 if handle.engine == "io_uring" else 8  # the kernel keeps its reads, without a thread
     assert settled(lambda: len(threads() - before) >= least)
-    most = 32 + 8 + 8  # an engine's, and those for what may block
+    most = 32 + 8 + 8  # the threads of an engine, and the helpers for calls that may block
     assert not settled(lambda: len(threads() - before) > most, 3.0)
     faultfs.release()
     assert handle.wait() == 100
@@ -158,7 +158,7 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
 @pytest.mark.covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
 @pytest.mark.parametrize(
     "engine", ["libaio"], indirect=True
-)  # the other engines are tested beside it
+)  # the test itself checks the other engines
 def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -266,7 +266,7 @@ def test_a_limit_of_address_space_is_named(engine: str, directory: pathlib.Path)
     ).result
     assert len(found["said"]) == 2
     for said in found["said"]:
-        assert f"(ulimit -v) of {found['limit']} bytes" in said
+        assert f"(ulimit -v) is {found['limit']} bytes" in said
         for other in ("MEMLOCK", "ulimit -u", "seccomp", "kernel"):
             assert other not in said
 
@@ -281,7 +281,7 @@ def test_files_are_written_and_replaced_without_proc(engine: str, directory: pat
 
 
 def too_large(directory: str) -> list[list[Any]]:
-    """Write more than the limit of files' sizes allows, in each way; return what the errors say, and of the files."""
+    """Write beyond the limit of file sizes, in each way; return the errors' messages and facts about the files."""
     limit = 3_500_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     array = np.ones(9_000_000, np.uint8)
@@ -323,12 +323,12 @@ def test_a_limit_of_file_sizes_is_seen_before_anything_is_written(directory: pat
     for number, transferred, blocks, said in found:
         assert (number, transferred, blocks) == (errno.EFBIG, 0, 0)
         assert "(reserve space at offset " in said
-        assert "the limit of files' sizes (ulimit -f) is 3500000 bytes" in said
+        assert "the file size limit (ulimit -f) is 3500000 bytes" in said
     assert (directory / "fits").stat().st_size == 3_500_000
 
 
 def test_a_full_drive_is_told_with_numbers_and_the_same_words(small_ext4: pathlib.Path) -> None:
-    """When space is reserved by a file or a store, when a block is written, and where names are used up."""
+    """At the reservation of space by a file or a store, at the write of a block, and without free inodes."""
     free = mounts.free_nbytes(small_ext4)
     full = r"^\[Errno 28\] No space left on device \(%s at offset \d+: \d+ of %s bytes moved; (\d+) bytes are free\)"
     array = np.zeros(free + (4 << 20), np.uint8)
@@ -360,5 +360,5 @@ def test_a_drive_without_inodes_is_told_so(tmp_path: pathlib.Path) -> None:
             for index in range(4):
                 tensorferry.write(mount / f"{index}", np.ones(10, np.uint8))
 
-        with pytest.raises(tensorferry.StorageError, match="none of the file system's 4 inodes"):
+        with pytest.raises(tensorferry.StorageError, match="all 4 inodes of the file system"):
             write()

@@ -1,4 +1,4 @@
-"""Where two things meet: a close and a submit, a fork and a reservation, a caller and memory it has let go.
+"""Races: between a close and a submit, a fork and a reservation, a caller and memory that it has released.
 
 Calls are made slow, or fail, in child processes; see tests/support/slow_calls.py and meetings.py.
 """
@@ -68,7 +68,7 @@ def test_threads_that_cannot_be_started_are_told_and_nothing_else_breaks(
     assert "thread" in next(iter(found["refusals"].values()))
 
 
-# Memory that nobody needs any more
+# Release of memory that is no longer needed
 
 
 @pytest.mark.parametrize("nbytes", [4_096, 100_003, 1 << 20, (1 << 20) + 1, 8 << 20])
@@ -86,7 +86,7 @@ def test_memory_is_given_back_as_soon_as_the_caller_has_the_result(
 
 @pytest.mark.parametrize(
     "engine", ["libaio", "threads"], indirect=True
-)  # whose blocks pass libc; see test_devices.py
+)  # their blocks go through libc; see test_devices.py
 @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 def test_blocks_that_the_kernel_refuses_past_the_page_cache_go_through_it(
     run: Run, directory: pathlib.Path, write: bool
@@ -137,7 +137,7 @@ def _assert_writes_failed(outcomes: dict[str, Any], path: pathlib.Path, error: i
         assert "close" in message, name
 
 
-# What must not run on a thread that drives a queue
+# Calls that must not run on a thread that drives a queue
 
 
 def test_threads_that_drive_a_queue_make_no_call_that_may_block(
@@ -214,10 +214,10 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
             assert_equal(contents(hung), wanted)
 
 
-# What a reader found who only wanted to break it
+# Defects that reviewers found by trying to break the package
 
 
-@pytest.mark.parametrize("engine", ["threads"], indirect=True)  # whose I/O is held in libc
+@pytest.mark.parametrize("engine", ["threads"], indirect=True)  # its I/O is held in libc
 def test_a_write_that_comes_back_after_close_gave_up_ends_well(
     run: Run, directory: pathlib.Path
 ) -> None:
@@ -248,7 +248,7 @@ def test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused(
     assert run(meetings.piece_refused_by_another_name, directory=directory) == 1_450_000
 
 
-# 250 syncs take 25 s on a drive that needs 0.1 s for each.
+# 250 syncs need 25 s on a drive with 0.1 s for each.
 @pytest.mark.parametrize(("count", "sync"), [(200, False), (600, False), (250, True)])
 def test_pieces_among_more_files_than_descriptors_are_all_there(
     run: Run, directory: pathlib.Path, count: int, sync: bool
@@ -256,13 +256,13 @@ def test_pieces_among_more_files_than_descriptors_are_all_there(
     run(meetings.pieces_with_few_descriptors, directory=directory, count=count, sync=sync)
 
 
-# Streams, whose space is being reserved
+# Streams during the reservation of their space
 
 
 def test_a_close_waits_for_the_space_of_a_stream_that_is_being_reserved(
     run: Run, directory: pathlib.Path
 ) -> None:
-    """Its descriptor's number must not become another file's meanwhile."""
+    """Otherwise another file could get the number of the descriptor during the reservation."""
     assert run(meetings.file_closed_while_its_stream_reserves, directory=directory) == 0
 
 

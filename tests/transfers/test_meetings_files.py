@@ -1,4 +1,4 @@
-"""Where writes of one file meet: truncations, syncs, and failures of several at once."""
+"""Races between writes of one file: truncations, syncs, and concurrent failures."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_a_truncation_cuts_off_nothing_that_was_written_after_it_began(
 def test_sync_is_not_weaker_where_the_directory_may_not_be_read(run: Run, how: str) -> None:
     if how == "mode" and os.geteuid() != 0:
         pytest.skip("giving a directory away needs root")
-    with tempfile.TemporaryDirectory(prefix="tensorferry-test-") as name:  # where others may pass
+    # A directory directly in /tmp, which other users can traverse.
+    with tempfile.TemporaryDirectory(prefix="tensorferry-test-") as name:
         pathlib.Path(name).chmod(0o711)
         inner = pathlib.Path(name) / "unreadable"
         inner.mkdir()
@@ -118,7 +119,7 @@ def test_sync_is_not_weaker_where_the_directory_may_not_be_read(run: Run, how: s
 
 
 def test_many_pieces_of_one_file_are_synced_once(run: Run, faultfs: FaultFS) -> None:
-    # In a process of its own: one that has made more than 4,096 names takes all of them for new.
+    # In a separate process: one that has made more than 4,096 names considers all of them new.
     faultfs.clear()
     run(meetings.write_pieces_twice, directory=faultfs.path, pieces=2_000)
     synced = [request.op for request in faultfs.requests("fsync", "fsyncdir")]
@@ -138,7 +139,7 @@ def test_two_files_in_one_new_directory_sync_it_once(faultfs: FaultFS) -> None:
     assert {name for op, name in synced if op == "fsync"} == {"first", "second"}
 
 
-@pytest.mark.parametrize("engine", ["libaio", "threads"], indirect=True)  # whose syncs pass libc
+@pytest.mark.parametrize("engine", ["libaio", "threads"], indirect=True)  # syncs go through libc
 def test_2000_pieces_of_one_file_make_at_most_4_syncs(run: Run, directory: pathlib.Path) -> None:
     counts = run(meetings.count_syncs, directory=directory, pieces=2_000)
     assert 2 <= sum(counts["new file"].values()) <= 4
@@ -251,7 +252,7 @@ def test_a_signal_handler_that_forks_within_a_small_call_leaves_it_to_the_parent
 # Files in memory
 
 
-@pytest.mark.parametrize("engine", ["libaio", "threads"], indirect=True)  # whose blocks pass libc
+@pytest.mark.parametrize("engine", ["libaio", "threads"], indirect=True)  # blocks go through libc
 @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 def test_the_caller_helps_to_copy_what_lies_in_memory(
     run: Run, tmpfs_directory: pathlib.Path, write: bool

@@ -129,7 +129,7 @@ def test_gpu_memory_is_no_locked_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     array = CudaArray()
     assert not handle.is_pinned(array)
     assert not handle.free_cpu_locked_tensor(array)
-    assert not memory.is_lent(array)
+    assert not memory.is_in_locked_tensor(array)
 
 
 def test_bounce_pool_is_settable(directory: pathlib.Path, random_bytes: RandomBytes) -> None:

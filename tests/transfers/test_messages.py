@@ -1,4 +1,4 @@
-"""What a newcomer is told who has typed something sensible: what is wrong, and what to do."""
+"""Messages for a newcomer's plausible mistakes: they name the mistake and the remedy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("missing", "call", "told"),
     [
-        ("torch", "empty(3)", "dtype: none is given, .*torch is not installed; give NumPy's"),
-        ("numpy", "empty(3, 'float32')", "dtype: 'float32' is NumPy's, and NumPy is not installed"),
+        (
+            "torch",
+            "empty(3)",
+            "dtype: None means torch's default dtype, but torch is not installed",
+        ),
+        ("numpy", "empty(3, 'float32')", "dtype: 'float32' requires NumPy, which is not installed"),
     ],
 )
 def test_empty_names_the_library_that_it_lacks(missing: str, call: str, told: str) -> None:
@@ -41,18 +45,22 @@ def test_empty_names_the_library_that_it_lacks(missing: str, call: str, told: st
 
 def test_empty_says_which_argument_is_none_of_its_kind() -> None:
     for shape in (1.5, [2, 1.5], "ab", None):
-        with pytest.raises(TypeError, match=r"shape: .* is neither an integer nor several"):
+        with pytest.raises(
+            TypeError, match=r"shape: expected an integer or a sequence of integers"
+        ):
             tensorferry.empty(shape, "uint8")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="dtype: 'flaot' is neither torch's nor NumPy's"):
+    with pytest.raises(TypeError, match="dtype: expected a dtype of torch or NumPy, got 'flaot'"):
         tensorferry.empty(3, "flaot")
     assert tensorferry.empty(torch.tensor(3), "uint8").shape == (3,)  # type: ignore[call-overload]
 
 
 def test_a_locked_tensor_asks_for_an_example_where_it_is_given_a_dtype() -> None:
     handle = tensorferry.aio_handle()
-    with pytest.raises(TypeError, match=r"example_tensor: torch.float32 is a dtype; give a tensor"):
+    with pytest.raises(
+        TypeError, match=r"example_tensor: expected a tensor, got the dtype torch.float32"
+    ):
         handle.new_cpu_locked_tensor(10, torch.float32)
-    with pytest.raises(TypeError, match="example_tensor: str is no torch tensor"):
+    with pytest.raises(TypeError, match="example_tensor: expected a torch tensor, got str"):
         handle.new_cpu_locked_tensor(10, "float32")
     handle.close()
 
@@ -65,12 +73,12 @@ def test_modes_are_those_that_everyone_types(directory: pathlib.Path) -> None:
                 file.write(b"1")
     for mode in ("b", "br", "rbb", "rt", "ab", "a", ""):
         with pytest.raises(
-            ValueError, match=f"mode: {mode!r} is none of r, r\\+, w, w\\+, x, x\\+"
+            ValueError, match=f"mode: {mode!r} is not one of r, r\\+, w, w\\+, x, x\\+"
         ):
             tensorferry.open(path, mode)
-    with pytest.raises(ValueError, match="append nothing"):
+    with pytest.raises(ValueError, match="appending is not supported"):
         tensorferry.open(path, "ab")
-    with pytest.raises(TypeError, match="mode: 5 is no text"):
+    with pytest.raises(TypeError, match="mode: expected a str, got 5"):
         tensorferry.open(path, 5)  # type: ignore[call-overload]
 
 
@@ -117,9 +125,9 @@ def test_representations_say_what_a_thing_is_and_how_it_is(directory: pathlib.Pa
         assert repr(file) == f"<tensorferry.File {str(path)!r}>"
     handle = tensorferry.aio_handle(queue_depth=7)
     assert repr(handle).startswith("<tensorferry.aio_handle(block_size=1048576, queue_depth=7, ")
-    assert repr(handle).endswith(", 0 to be waited for>")
+    assert repr(handle).endswith(", 0 pending>")
     handle.async_pwrite(b"12", path)
-    assert repr(handle).endswith(", 1 to be waited for>")
+    assert repr(handle).endswith(", 1 pending>")
     handle.close()
     assert repr(handle).endswith(": closed>")
     assert repr(tensorferry.aio_handle.__new__(tensorferry.aio_handle)).startswith("<")
@@ -247,7 +255,7 @@ except tensorferry.StorageError as error:
 def test_files_that_stay_open_end_with_the_limit_and_calls_by_path_wait(
     directory: pathlib.Path,
 ) -> None:
-    """As the guide's page on limits says."""
+    """As described in the guide's page on limits."""
     ended = commands.run(sys.executable, "-c", MANY_OPEN, directory)
     assert ended.stdout.split() == ["24", "True"]
 
@@ -267,3 +275,71 @@ def test_what_could_not_be_made_can_be_shown_in_a_traceback(make: Callable[[], o
         make()
     told = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
     assert "Error" in "".join(told.format())
+
+
+def test_a_read_of_too_much_says_what_the_file_has_and_what_was_wanted(
+    directory: pathlib.Path,
+) -> None:
+    path = directory / "short"
+    path.write_bytes(bytes(100))
+    for offset, end in ((0, 100), (50, 100), (500, 500)):
+        told = f"the file has 100 bytes, but 200 were wanted from offset {offset}; nothing was read"
+        with pytest.raises(tensorferry.ShortReadError, match=told) as caught:
+            tensorferry.read(path, bytearray(200), offset)
+        assert "moved" not in str(caught.value)
+        error = caught.value
+        assert (error.offset, error.expected, error.transferred) == (end, 200, 0)
+
+
+def test_swapped_arguments_and_dicts_are_named(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    for swapped in ("t.bin", directory / "t.bin"):
+        for call in (tensorferry.write, tensorferry.read):
+            with pytest.raises(
+                TypeError, match=r"got \w+ \(the path comes first, then the array\)"
+            ):
+                call(bytearray(4), swapped)
+    with pytest.raises(TypeError, match=r"got dict \(remedy: .*tensorferry\.checkpoint\.save"):
+        tensorferry.write("t.bin", {"a": bytearray(4)})  # type: ignore[arg-type]
+    assert list(directory.iterdir()) == []
+
+
+def test_checksums_of_another_type_are_refused_before_anything_happens(
+    directory: pathlib.Path,
+) -> None:
+    missing, given = directory / "missing", {"checksums": True}
+    refused = r"checksums: expected a tensorferry\.Checksums, got bool"
+    with pytest.raises(TypeError, match=refused):
+        tensorferry.read(missing, bytearray(4), **given)  # type: ignore[call-overload]
+    for atomic in (False, True):
+        with pytest.raises(TypeError, match=refused):
+            tensorferry.write(missing, b"abcd", atomic=atomic, **given)  # type: ignore[arg-type]
+    assert list(directory.iterdir()) == []
+    with tensorferry.open(directory / "open", "w") as file:
+        for call in (file.write, file.write_from):
+            with pytest.raises(TypeError, match=refused):
+                call(b"abcd", **given)  # type: ignore[operator]
+        with pytest.raises(TypeError, match=refused):
+            file.stream(**given)  # type: ignore[arg-type]
+    assert (directory / "open").stat().st_size == 0
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_missing_folder_is_named(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    monkeypatch.chdir(directory)
+    with pytest.raises(tensorferry.StorageError, match=r"the folder '.*nodir' does not exist"):
+        tensorferry.write("nodir/a", b"1", atomic=atomic)
+    with pytest.raises(tensorferry.StorageError) as caught:
+        tensorferry.read("a", bytearray(1))
+    assert "folder" not in str(caught.value)
+
+
+def test_a_destination_with_gaps_names_the_remedy(directory: pathlib.Path) -> None:
+    (directory / "a").write_bytes(bytes(4))
+    for array in (memoryview(bytearray(8))[::2], torch.zeros(8, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match="remedy: read into a contiguous array and copy it"):
+            tensorferry.read(directory / "a", array)

@@ -1,4 +1,4 @@
-"""Reads of files that a server has: which way they go, and how many at once. FUSE stands for all of them."""
+"""Reads of files on network mounts: through or past the page cache, and how many at a time; FUSE stands in for them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from tests.support.data import Bytes
 
 MIB = 1 << 20
-# So many blocks are tried each way, and so many are on their way at once at least.
+# The number of blocks that are tried in each way, and the minimum number of concurrent reads afterwards.
 TRIED, AT_ONCE = 8, 32
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FaultFS]:
-    """A mount of its own, of which nothing has been read. Direct reads do not count as the kernel's reading ahead."""
+    """Yield a separate mount from which nothing has been read.
+
+    Direct reads do not count as the kernel's reading ahead.
+    """
     if reason := why_unavailable():
         required.missing("fuse", reason)
     try:
@@ -56,7 +59,7 @@ def nbytes_of(fs: FaultFS, op: str) -> int:
 
 
 def await_cached(fs: FaultFS, nbytes: int) -> None:
-    """Return when the server has been asked for so many bytes for the page cache, and some time after."""
+    """Wait until the kernel has requested so many bytes for the page cache, and some time longer."""
     deadline = time.monotonic() + 120
     while nbytes_of(fs, "read_cached") < nbytes:
         assert time.monotonic() < deadline
@@ -105,7 +108,7 @@ def assert_held_at_once(
 
 
 def test_many_blocks_are_with_the_server_at_once(mount: FaultFS, engine: str) -> None:
-    """Although each of them blocks, whoever submits it."""
+    """Each block would block the thread that submits it."""
     data = laid(mount, "cached", 64 * MIB)
     mount.order(Fault("read", hold=True))
     target = tensorferry.empty(data.nbytes, np.uint8)
@@ -113,7 +116,7 @@ def test_many_blocks_are_with_the_server_at_once(mount: FaultFS, engine: str) ->
 
 
 def test_more_is_on_its_way_to_a_server_that_is_far_away(mount: FaultFS, engine: str) -> None:
-    """Of what goes through buffers: 24 MiB where it is else 12."""
+    """Reads through bounce buffers: 24 MiB in place of 12."""
     data = laid(mount, "cached", 40 * MIB)
     mount.order(Fault("read", delay_s=0.03))
     read(mount, "cached", 4096, engine, direct=True)
@@ -170,9 +173,9 @@ def test_direct_reads_that_are_refused_go_through_the_page_cache(
 
 
 def test_short_direct_reads_are_completed(mount: FaultFS, engine: str) -> None:
-    """Of files that the server has opened with FOPEN_DIRECT_IO: of others the kernel takes short ones for the end.
+    """Files that the server has opened with FOPEN_DIRECT_IO; in others the kernel takes a short read for the end.
 
-    io_uring alone would go on at the first offset.
+    io_uring would otherwise continue at the first offset.
     """
     data = laid(mount, "file", 40 * MIB)
     mount.order(

@@ -1,4 +1,4 @@
-"""New files: whatever is written, in order, becomes the file and its checksums."""
+"""New files: all written bytes, in order, form the file and its checksums."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_many_are_finished_while_others_are_written(directory: pathlib.Path) -> 
     for number in range(30):
         file = NewFile(str(directory / str(number)), reserve_nbytes=1000)
         file.write(b"%d" % number * 1000)
-        file.begin_to_finish()
+        file.begin_finish()
         files.append(file)
     assert [file.wait().nbytes for file in files] == [1000] * 10 + [2000] * 20
     for number in range(30):

@@ -1,4 +1,4 @@
-"""Reading ahead: in order, within its limits, and whole, whatever is interrupted, released, closed or forked when."""
+"""Read-ahead: in order, within its limits, and complete, with interrupts, releases, closes and forks at any moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tensorferry.File]
 
 
 class Range(Read):
-    """Some bytes of the file, by two transfers where they are many."""
+    """A read of some bytes of the file, by two transfers if it is large."""
 
     def __init__(self, file: tensorferry.File, begin: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -69,20 +69,20 @@ def ranges(file: tensorferry.File, sizes: list[int]) -> list[Range]:
 @given(
     sizes=st.lists(st.integers(0, 64 * KIB), max_size=30),
     memory_nbytes=st.none() | st.integers(1, 200 * KIB),
-    by_itself=st.booleans(),
+    automatic=st.booleans(),
     lazily=st.booleans(),
 )
 def test_all_come_in_order_and_memory_is_bounded(
     file: tensorferry.File,
     sizes: list[int],
     memory_nbytes: int | None,
-    by_itself: bool,
+    automatic: bool,
     lazily: bool,
 ) -> None:
     reads = ranges(file, sizes)
     given_reads = (read for read in reads) if lazily else reads
     found = []
-    with Pipeline(given_reads, memory_nbytes=memory_nbytes, by_itself=by_itself) as ahead:
+    with Pipeline(given_reads, memory_nbytes=memory_nbytes, automatic=automatic) as ahead:
         for read in ahead:
             held = sum(one.nbytes for one in ahead.held)
             if memory_nbytes is not None:
@@ -97,7 +97,7 @@ def test_all_come_in_order_and_memory_is_bounded(
 def test_reads_may_be_added_begun_taken_and_dropped_in_any_order(
     file: tensorferry.File, data: st.DataObject
 ) -> None:
-    """Each read that is not cancelled has its bytes; nothing is held in the end."""
+    """Each read that is not cancelled returns its bytes; the pipeline holds no memory at the end."""
     with Pipeline[Range](memory_nbytes=100 * KIB) as ahead:
         left: list[Range] = []
         for _ in range(data.draw(st.integers(0, 25))):
@@ -261,7 +261,7 @@ def test_a_failed_read_is_told_in_its_turn_and_files_are_closed(faultfs: FaultFS
 
 
 def test_a_failure_is_told_to_who_waits_after_the_release(faultfs: FaultFS) -> None:
-    """Also where the read had ended before."""
+    """Also if the read has ended before the release."""
     tensorferry.write(faultfs.path / "file", CONTENT)
     faultfs.order(Fault("read", start=0, end=1, error=errno.EIO))
     with (

@@ -1,4 +1,4 @@
-"""What `sync=True` has returned from is there after a power cut: an image of the device, mounted again, has it."""
+"""Writes with `sync=True` survive a power cut after they return: a mounted image of the device has them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_old(path: pathlib.Path, data: Bytes) -> None:
 
 
 def write_later(path: pathlib.Path, data: Bytes) -> None:
-    """What made the name was no durable write; the name is, all the same."""
+    """The write that made the name was not durable, but the name is durable after a later durable write."""
     tensorferry.write(path, data[:10])
     tensorferry.write(path, data, sync=True)
 
@@ -91,13 +91,13 @@ def test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut(
             assert_equal(contents(after / "folder" / way.__name__), data)
 
 
-@pytest.mark.alone  # tests beside it may sync all there is
+@pytest.mark.alone  # concurrent tests may call sync(2), which syncs all files
 def test_a_power_cut_loses_what_nobody_synced(cut: Cut, random_bytes: RandomBytes) -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
 
     def is_lost(name: str) -> bool:
         tensorferry.write(cut.path / name, random_bytes(NBYTES))
         with cut.now() as after:
             return not (after / name).exists()
 
-    assert any(is_lost(f"file{k}") for k in range(5)), "somebody syncs all there is, all the time"
+    assert any(is_lost(f"file{k}") for k in range(5)), "another process syncs everything"

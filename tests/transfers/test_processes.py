@@ -1,4 +1,4 @@
-"""Processes that are stopped and go on, that start other programs, that run on older kernels."""
+"""Processes that are stopped and continued, that start other programs, that run on older kernels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ PATIENCE_S = 12.0
 
 
 def close_what_is_stuck(product: str, directory: str) -> None:
-    """Close over a write that is held, with little patience; the parent stops this process meanwhile."""
+    """Close during a held write, with a short timeout; the parent stops this process during the close."""
     runtime.CLOSE_PATIENCE_SECONDS = PATIENCE_S
     path = pathlib.Path(directory)
     data = np.full(NBYTES, 3, np.uint8)
@@ -106,11 +106,11 @@ def test_a_process_that_is_stopped_for_long_while_it_closes_loses_nothing(
     program = f"{__name__}:close_what_is_stuck"
     ended = child.call(program, product=product, directory=faultfs.path)
     stopper.join()
-    assert "left behind" not in ended.output
+    assert "abandoned" not in ended.output
 
 
 def use_an_older_kernel(engine: str, directory: str, calls: list[str]) -> list[str]:
-    """Write and read at odd places where the kernel does not know some calls; return what it said of them."""
+    """Write and read at odd offsets while the kernel lacks some system calls; return its answers to them."""
     import ctypes
 
     import pyseccomp
@@ -143,7 +143,7 @@ def use_an_older_kernel(engine: str, directory: str, calls: list[str]) -> list[s
     before = handle.stats()
     handle.sync_pread(np.zeros(NBYTES, np.uint8), path)
     after = handle.stats()
-    # What the page cache holds is not known there, so that it is not asked.
+    # The child cannot query the page cache, so all reads are direct or bounced.
     assert sum(after[way] - before[way] for way in ("direct_nbytes", "bounced_nbytes")) > 2_900_000
     return said
 
@@ -170,12 +170,12 @@ def test_leaving_the_interpreter_has_one_patience_for_all_that_hangs(
     faultfs.order(Fault("read", hold=True))
     program = "tests.transfers.programs:leave_with_hung_reads"
     path = faultfs.path / "file"
-    # One after the other they would take longer than anybody waits.
+    # One after the other, the reads would take longer than the timeout.
     arguments = {"engine": engine, "path": path, "over": directory / "over"}
     with faultfs.released_by(directory / "over"):
         ended = child.call(program, timeout_s=120, count=14, patience_seconds=10, **arguments)
     said = ended.output
-    assert "left behind" in said
+    assert "abandoned" in said
 
 
 @one_engine
@@ -189,7 +189,7 @@ def test_a_striped_file_has_one_patience_for_all_its_drives(
     faultfs.order(Fault("read", hold=True))
     future = file.read_into(np.zeros(14 * 4096, np.uint8))
     faultfs.await_held(14)
-    with pytest.warns(RuntimeWarning, match="left behind"):
+    with pytest.warns(RuntimeWarning, match="abandoned"):
         InThread(file.close).result()
     faultfs.clear()
     future.result()

@@ -1,6 +1,7 @@
 """Submit, cancel, close, drop, fork and interrupt at random moments from 8 threads.
 
-20 seconds, or TENSORFERRY_STRESS_SECONDS; what is done, though not when, depends on TENSORFERRY_TEST_SEED alone.
+The test lasts 20 seconds, or TENSORFERRY_STRESS_SECONDS. TENSORFERRY_TEST_SEED determines the operations, but not their
+times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects of buckets in the place of files: what is asked for, what is found out, and what processes do meanwhile."""
+"""Objects of buckets in place of files: their requests, the detection of errors, and forks during transfers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 import tensorferry
 from tensorferry import Checksums, StorageError
-from tensorferry.transfer.remote import place
+from tensorferry.transfer.remote import as_path
 from tests.support import buckets, effort
 from tests.support.child import ROOT
 from tests.support.data import SEED
@@ -160,7 +160,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 def test_what_fails_once_is_asked_for_again_or_raised(
     proxied: Bucket, s3_proxy: FaultProxy, content: bytes, name: str
 ) -> None:
-    """Bytes are right, or an exception says which could not be had."""
+    """The bytes are right, or an exception names those that could not be read."""
     with tensorferry.open((proxied.store(), KEY)) as file:
         s3_proxy.on(method="GET", times=1, **FAULTS[name])
         try:
@@ -275,9 +275,9 @@ def test_a_store_without_a_name_has_a_root() -> None:
     store = obstore.store.MemoryStore()
     obstore.put(store, "a.bin", b"one")
     with tensorferry.open((store, "a.bin")) as file:
-        assert str(place(file.path).parent / "a.bin") == file.path
-        assert [*place(file.path).parent.iterdir()] == [place(file.path)]
-        assert place(file.path).parent.is_dir()
+        assert str(as_path(file.path).parent / "a.bin") == file.path
+        assert [*as_path(file.path).parent.iterdir()] == [as_path(file.path)]
+        assert as_path(file.path).parent.is_dir()
 
 
 def test_a_signal_handler_may_open_something(stored: Bucket) -> None:
@@ -455,7 +455,7 @@ def test_ctrl_c_ends_a_wait_for_an_answer(proxied: Bucket, s3_proxy: FaultProxy)
             process.send_signal(signal.SIGINT)
             assert process.stdout
             assert process.stdout.readline() == "left\n"
-            s3_proxy.clear()  # what is on its way is waited for at the end
+            s3_proxy.clear()  # the exit waits for the requests in flight
             _, said = process.communicate(timeout=100)
         finally:
             process.kill()
@@ -494,7 +494,7 @@ def faults(s3_proxy: FaultProxy) -> Callable[[random.Random], None]:
 def test_any_faults(
     proxied: Bucket, content: bytes, faults: Callable[[random.Random], None]
 ) -> None:
-    """Bytes are those that were stored, or an exception names the object."""
+    """The bytes equal the stored ones, or an exception names the object."""
     numbers = random.Random(SEED)
     for _ in range(effort.examples(40)):
         faults(numbers)

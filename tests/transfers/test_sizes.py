@@ -1,4 +1,4 @@
-"""Rows of DeepNVMe's fault table about sizes, offsets, alignment and how a transfer is cut."""
+"""Rows of DeepNVMe's fault table about sizes, offsets, alignment, and the division of a transfer into blocks."""
 
 from __future__ import annotations
 

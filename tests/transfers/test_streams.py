@@ -1,4 +1,4 @@
-"""Streams: arrays that come one by one become a range of a file, on every engine."""
+"""Streams: arrays that are appended one by one form a range of a file, on every engine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_appended_is_in_the_file(
         for array, (_, way) in zip(arrays, pieces, strict=True):
             match way:
                 case "made":
-                    stream.append_made(bytes(array))
+                    stream.append_with_fields(bytes(array))
                 case "array":
                     stream.append(array)
                 case "list":
@@ -149,7 +149,7 @@ def test_made_bytes_have_checksums_of_what_is_before_them(
         for number, nbytes in enumerate((10, 9 * BUFFER_NBYTES + 5, BUFFER_NBYTES - 9, 1)):
             payload = random_bytes(nbytes)
             stream.append(payload)
-            stream.append_made(b"....head", [Field("segment", 0, segment=2 * number)])
+            stream.append_with_fields(b"....head", [Field("segment", 0, segment=2 * number)])
             expected += payload.tobytes() + zlib.crc32(payload).to_bytes(4, "little") + b"head"
     assert path.read_bytes() == expected
 
@@ -170,7 +170,7 @@ def test_fields_that_do_not_fit_are_refused(directory: pathlib.Path, field: Fiel
     with tensorferry.open(directory / "file", "w") as file, file.stream(checksums=sums) as stream:
         stream.append(b"payload")
         with pytest.raises(ValueError, match=r"field|kind"):
-            stream.append_made(bytes(10), [field])
+            stream.append_with_fields(bytes(10), [field])
         stream.append(b"more")
     assert (directory / "file").read_bytes() == b"payloadmore"
 
@@ -179,7 +179,7 @@ def test_checksums_of_segments_must_be_asked_for(directory: pathlib.Path) -> Non
     with tensorferry.open(directory / "file", "w") as file, file.stream() as stream:
         stream.append(b"payload")
         with pytest.raises(ValueError, match="field"):
-            stream.append_made(bytes(10), [Field("segment", 0, segment=0)])
+            stream.append_with_fields(bytes(10), [Field("segment", 0, segment=0)])
 
 
 def test_a_full_disk_is_raised_and_ends_the_stream(engine: str, tmp_path: pathlib.Path) -> None:
@@ -255,7 +255,7 @@ def test_a_file_closed_beside_its_stream_is_an_error(engine: str, directory: pat
 
 
 def test_closing_meets_a_thread_that_appends(engine: str, directory: pathlib.Path) -> None:
-    """Either the file has all that was appended, or the appending thread is told."""
+    """Either the file has all appended bytes, or the appending thread gets an exception."""
     for round_number in range(10):
         file = tensorferry.open(directory / "file", "w", engine=engine)
         stream = file.stream()
@@ -297,7 +297,7 @@ def test_an_append_that_races_the_end_is_written_or_refused(directory: pathlib.P
                 thread.start()
                 while not appended[0]:
                     pass
-                stream.begin_to_finish(truncate=True)
+                stream.begin_finish(truncate=True)
                 thread.join()
                 assert stream.wait() == appended[0]
             assert (directory / "file").read_bytes() == b"one" * (appended[0] // 3)
@@ -311,7 +311,7 @@ def test_memory_that_goes_back_to_torch_is_told(directory: pathlib.Path) -> None
     tensor = torch.ones(100, dtype=torch.uint8)
     stream.append(tensor)  # a few bytes wait for more
     tensor.resize_(1 << 20)
-    with pytest.raises(tensorferry.StorageError, match="went back to torch"):
+    with pytest.raises(tensorferry.StorageError, match="was released to torch"):
         stream.finish()
     file.close()
 
@@ -324,7 +324,7 @@ def test_a_forked_child_cannot_use_its_parents_stream(engine: str, directory: pa
     def in_the_child() -> None:
         for use in (
             lambda: stream.append(b"more"),
-            lambda: stream.append_made(b"more"),
+            lambda: stream.append_with_fields(b"more"),
             stream.wait_until_copied,
             stream.finish,
         ):
@@ -339,7 +339,7 @@ def test_a_forked_child_cannot_use_its_parents_stream(engine: str, directory: pa
 
 def test_waiting_for_an_end_that_was_not_begun_is_an_error(directory: pathlib.Path) -> None:
     with tensorferry.open(directory / "file", "w") as file, file.stream() as stream:
-        with pytest.raises(ValueError, match="begun"):
+        with pytest.raises(ValueError, match="has not been called"):
             stream.wait()
         stream.append(b"fine")
         assert stream.finish() == 4
@@ -351,7 +351,7 @@ def test_leaving_the_block_waits_for_an_end_that_was_begun(directory: pathlib.Pa
         path.unlink(missing_ok=True)
         with tensorferry.open(path, "w") as file, file.stream() as stream:
             stream.append(np.ones(12 << 20, np.uint8))
-            stream.begin_to_finish(sync=True)
+            stream.begin_finish(sync=True)
         assert path.stat().st_size == 12 << 20
 
 
@@ -360,14 +360,14 @@ def test_an_end_that_was_begun_and_failed_is_raised(faultfs: FaultFS) -> None:
         faultfs.order(Fault("write", error=errno.EIO))
         with storage_error(errno.EIO, faultfs.path / "file"), file.stream() as stream:
             stream.append(np.ones(12 << 20, np.uint8))
-            stream.begin_to_finish()
+            stream.begin_finish()
 
 
 def test_an_end_that_nobody_waits_for_is_warned_of(directory: pathlib.Path) -> None:
     with tensorferry.open(directory / "file", "w") as file:
         stream = file.stream()
         stream.append(b"some")
-        stream.begin_to_finish()
+        stream.begin_finish()
         with pytest.warns(ResourceWarning, match="never finished"):
             del stream
 
@@ -376,10 +376,10 @@ def test_a_stream_that_was_given_up_has_no_end(directory: pathlib.Path) -> None:
     with tensorferry.open(directory / "file", "w") as file:
         stream = file.stream()
         stream.append(np.ones(12 << 20, np.uint8), kept=True)
-        stream.begin_to_finish()
+        stream.begin_finish()
         stream.abort()
         for _ in range(2):
-            with pytest.raises(ValueError, match="given up"):
+            with pytest.raises(ValueError, match="was aborted"):
                 stream.wait()
 
 
@@ -449,11 +449,11 @@ def test_memory_that_hangs_is_kept_where_its_stream_is_left_by_ctrl_c_and_droppe
         stream = file.stream()
         faultfs.order(Fault("read", hold=True))
         stream.append(array, kept=True)
-        faultfs.await_held()  # else abort() may come before the copy has begun, and has nothing to wait for
+        faultfs.await_held()  # otherwise abort() may run before the copy begins, and not wait for it
         with interrupted(faultfs):
             stream.abort()
         monkeypatch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
-        with pytest.warns(RuntimeWarning, match="left behind"):
+        with pytest.warns(RuntimeWarning, match="abandoned"):
             stream.abort()
         del array, stream
         gc.collect()
@@ -480,13 +480,30 @@ def test_a_stream_whose_writes_hang_is_given_up_with_a_warning(
         faultfs.await_held()
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
-            with pytest.warns(RuntimeWarning, match="left behind"):
+            with pytest.warns(RuntimeWarning, match="abandoned"):
                 stream.abort()
         faultfs.clear()
 
 
 def test_where_a_field_was_it_is_found_for_one_release() -> None:
     sys.modules.pop("tensorferry.streams", None)
-    with pytest.warns(DeprecationWarning, match=r"tensorferry\.Field now"):
+    with pytest.warns(DeprecationWarning, match=r"use tensorferry\.Field"):
         module = importlib.import_module("tensorferry.streams")
     assert module.Field is tensorferry.Field
+
+
+def test_names_of_the_last_release_work_and_warn(directory: pathlib.Path) -> None:
+    path = directory / "file.bin"
+    with tensorferry.open(path, "w") as file, file.stream() as stream:
+        with pytest.warns(DeprecationWarning, match="append_with_fields"):
+            stream.append_made(b"head")
+        with pytest.warns(DeprecationWarning, match="begin_finish"):
+            stream.begin_to_finish(truncate=True)
+        stream.wait()
+    assert path.read_bytes() == b"head"
+    with pytest.warns(DeprecationWarning, match="in_place"):
+        sums = tensorferry.Checksums(4096, expected=[zlib.crc32(b"head") ^ 1], straight=True)
+    found = bytearray(4)
+    with pytest.raises(tensorferry.ChecksumError):
+        tensorferry.read(path, found, checksums=sums)
+    assert found == b"head"  # compared in place: the damaged bytes are there

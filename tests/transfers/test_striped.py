@@ -1,4 +1,4 @@
-"""One file over several paths: where its bytes lie, and what is told when one of the drives fails."""
+"""One file over several paths: the position of its bytes, and the error after a failure of one drive."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def test_what_is_no_file_over_several_paths_is_refused_before_anything_is_touche
     first.write_bytes(b"kept")
     with pytest.raises(ValueError, match="at least"):
         tensorferry.open([], "w")
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="two paths name the same file"):
         tensorferry.open([first, directory / "." / first.name], "w")
     os.link(first, second)
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="two paths name the same file"):
         tensorferry.open([first, second], "w")
     second.unlink()
     for stripe_nbytes in (0, -4096, 4095, 5000, 1 << 31):
@@ -155,7 +155,7 @@ def test_what_is_no_file_over_several_paths_is_refused_before_anything_is_touche
             tensorferry.open([first, second], "w", stripe_nbytes=stripe_nbytes)
     with pytest.raises(TypeError, match="stripe_nbytes"):
         tensorferry.open([first, second], "w", stripe_nbytes=True)
-    with pytest.raises(TypeError, match=r"path\[1\]: 5 is no path"):
+    with pytest.raises(TypeError, match=r"path\[1\]: expected a path, got int"):
         tensorferry.open([first, 5], "w")  # type: ignore[list-item]
     with pytest.raises(ValueError, match="a list"):
         tensorferry.open(first, "w", stripe_nbytes=4096)  # type: ignore[call-overload]
@@ -222,7 +222,7 @@ def test_a_part_that_is_short_is_named_and_can_be_cut_to_fit(
             file.read(bytearray(data.nbytes))
         assert (short.value.filename, short.value.offset) == (str(paths[1]), 5 * STRIPE + 100)
         before = bytearray(5 * STRIPE)
-        file.read(before)  # what is there is readable
+        file.read(before)  # the existing bytes are readable
         assert before == data[: 5 * STRIPE].tobytes()
         file.truncate(5 * STRIPE + 100)
         assert file.size == 5 * STRIPE + 100
@@ -288,14 +288,14 @@ def test_preallocate_and_truncate_are_of_the_whole(directory: pathlib.Path) -> N
         file.truncate(1 << 40)
         assert file.size == 1 << 40
         target = bytearray(b"old")
-        file.read([1 << 39, target, (1 << 39) - 1000])  # a gap of any length costs nothing
+        file.read([1 << 39, target, (1 << 39) - 1000])  # gaps of any length are skipped
         assert target == bytes(3)
 
 
 def test_a_write_beyond_the_end_needs_a_file_system_that_reserves(ramfs: pathlib.Path) -> None:
     paths = paths_in(ramfs)
     with tensorferry.open(paths, "w+", stripe_nbytes=STRIPE) as file:
-        with pytest.raises(tensorferry.StorageError, match="remedy: truncate") as raised:
+        with pytest.raises(tensorferry.StorageError, match="remedy: first truncate") as raised:
             file.write(b"data", STRIPE)
         assert raised.value.errno == errno.EOPNOTSUPP
         assert file.size == 0
@@ -373,7 +373,7 @@ def test_a_future_of_several_parts_is_awaited_called_back_and_cancelled(
             future = file.write_from(data)
             faultfs.await_held()
             assert future.cancel()
-            assert not future.done()  # what is in flight still has the memory
+            assert not future.done()  # the write in flight still uses the memory
             faultfs.clear()
             with pytest.raises(concurrent.futures.CancelledError):
                 future.result(120)
@@ -503,9 +503,9 @@ def test_memory_that_went_back_is_told(directory: pathlib.Path) -> None:
     torch = pytest.importorskip("torch")
     with tensorferry.open(paths_in(directory), "w", stripe_nbytes=4096) as file:
         for given_array in (lambda one: one, lambda one: [one]):
-            # So small that free() keeps its pages: who reads what is unmapped dies.
+            # A small tensor: free() keeps its pages, while a read of unmapped pages would crash.
             tensor = torch.zeros(64 << 10, dtype=torch.uint8)
             future = file.write_from(given_array(tensor))
             tensor.resize_(64 << 20)
-            with pytest.raises(tensorferry.StorageError, match="memory went back"):
+            with pytest.raises(tensorferry.StorageError, match="memory was released"):
                 future.result()

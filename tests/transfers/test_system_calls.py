@@ -1,4 +1,4 @@
-"""How many system calls a transfer makes: each is a message to a server where the file system is a network's."""
+"""The number of system calls of a transfer; on a network file system each one is a message to a server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ for name, call in calls.items():
 def calls_made(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Counter[str], Counter[str]]]:
-    """What the calling thread, and what all threads, have called for each kind of transfer.
+    """Return the system calls of the calling thread, and those of all threads, for each kind of transfer.
 
     Of several tries the one with the fewest calls: a thread that waits for another one's lock calls the kernel, too.
     """
@@ -85,7 +85,7 @@ def test_a_small_transfer_by_path_makes_few_system_calls(
 ) -> None:
     made = calls_made[kind][0]
     kernel = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
-    if kernel < (6, 8):  # what kind of file system it is has to be asked each time
+    if kernel < (6, 8):  # on older kernels each transfer has to query the type of the file system
         del made["fstatfs"]
     assert made["close"] == 1
     assert made.total() <= most, made

@@ -1,4 +1,4 @@
-"""What no tensor can be in, and descriptors of all kinds: it works, or is refused by name, and never waited for."""
+"""Targets that are not regular files, and descriptors of all kinds: they work, or are refused at once, by name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_cannot_hold_a_tensor_is_refused_by_name_in_every_call(
         lambda: handle.async_pwrite(array, target),
         *(lambda mode=mode: tensorferry.open(target, mode) for mode in ("r", "r+", "w", "w+")),  # type: ignore[misc]
     ]
-    before = Holdings.now().descriptors  # without what earlier tests have left
+    before = Holdings.now().descriptors  # now() also releases descriptors of earlier tests
     for call in calls:
         with storage_error(errors, target):
             call()
@@ -242,7 +242,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def leased(kind: str, path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
-    """Have another process hold a lease on a file until its stdin is closed; it says when it is asked to give it up."""
+    """Let another process hold a lease on a file until its stdin is closed; it reports requests to release it."""
     command = [sys.executable, "-c", HOLDER, kind, str(path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Two processes that write and extend one file: what one of them writes, the other never loses."""
+"""Two processes that write and extend one file: neither loses bytes that the other has written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEETINGS = [
 
 
 def pieces_of(number: int) -> tuple[Any, list[tuple[int, int]]]:
-    """Return a file's bytes, and where its pieces lie: of all sizes, at any offset, none aligned but by chance."""
+    """Return a file's bytes, and the ranges of its pieces: of all sizes, at any offset, aligned only by chance."""
     random = np.random.default_rng([number, PIECES])
     sizes = np.exp(random.uniform(0, np.log(400_000), PIECES)).astype(int)
     ends = np.cumsum(sizes).tolist()
@@ -36,7 +36,7 @@ def pieces_of(number: int) -> tuple[Any, list[tuple[int, int]]]:
 
 
 def write_by_turns(engine: str, directory: str, other: str, order: str) -> None:
-    """Write rounds of files of which a child writes every other piece at the same time."""
+    """Write files in rounds; a child writes every other piece at the same time."""
     tensorferry.write(f"{directory}/warm-up", np.zeros(1, np.uint8))
     for number in range(ROUNDS):
         path = pathlib.Path(directory) / f"file{number}"
@@ -52,14 +52,15 @@ def write_by_turns(engine: str, directory: str, other: str, order: str) -> None:
         os.close(reader)
         os.close(writer)
         assert_equal(contents(path), data)
-        page_cache.make_cold(path)  # with EIO where the kernel itself saw what it must not
+        # EIO if the kernel has detected a collision of direct and buffered writes.
+        page_cache.make_cold(path)
         assert_equal(contents(path), data)
 
 
 def write_pieces(
     engine: str, how: str, order: str, path: pathlib.Path, data: Any, places: list[tuple[int, int]]
 ) -> None:
-    """Write pieces of a file: all outstanding at once in any order, or one after the other, each behind the last."""
+    """Write pieces of a file: all concurrently in any order, or one after the other, each after the end of the last."""
     if how == "plain":
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
         for begin, end in places:

@@ -1,4 +1,4 @@
-"""Writing without an offset: the array is all that the file holds, at one stroke if that is asked for."""
+"""Writing without an offset: the file then holds only the array; replacement is atomic if requested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = [0, 1, 5_003, 3_000_001]
 
 
 def open_in(directory: pathlib.Path) -> list[str]:
-    """Return what of a directory this process has open: earlier tests' files may close meanwhile."""
+    """Return the open files of this process in a directory; files of earlier tests may still be open elsewhere."""
     return [path for path in descriptors() if pathlib.Path(path).is_relative_to(directory)]
 
 
@@ -134,7 +134,7 @@ def test_items_may_come_from_a_generator_and_what_gives_none_is_refused(
     tensorferry.read_many(zip(paths, found, strict=True))
     assert b"".join(found) == b"01234"
     for call in (tensorferry.read_many, tensorferry.write_many):
-        with pytest.raises(TypeError, match="items: int is no iterable of"):
+        with pytest.raises(TypeError, match=r"items: expected an iterable of .* got int"):
             call(5)  # type: ignore[arg-type]
 
 
@@ -151,7 +151,7 @@ def test_of_two_whole_writes_at_the_same_time_one_is_all_that_the_file_holds(
 
 
 def refused(directory: str, atomic: bool) -> list[int]:
-    """Write more than this process may; return the file's size then, what is left of it, and the number of files."""
+    """Write beyond this process's limit of file sizes; return the file's sizes then and later, and a count of files."""
     import resource
 
     path = pathlib.Path(directory) / "file"
@@ -225,23 +225,23 @@ def test_what_no_atomic_write_can_do_is_refused_before_any_io(directory: pathlib
     path.write_bytes(b"old")
     folder.mkdir()
     for call, kind, message in [
-        (lambda: tensorferry.write(path, b"1", 0, atomic=True), ValueError, "offset: 0"),
+        (lambda: tensorferry.write(path, b"1", 0, atomic=True), ValueError, "offset: .*got 0"),
         (
             lambda: tensorferry.write(path, b"1", truncate=False, atomic=True),
             ValueError,
             "truncate",
         ),
-        (lambda: tensorferry.write(path, 1, atomic=True), TypeError, "array: int"),
-        (lambda: tensorferry.write(folder, b"1", atomic=True), ValueError, "no regular file"),
+        (lambda: tensorferry.write(path, 1, atomic=True), TypeError, "array: .* got int"),
+        (lambda: tensorferry.write(folder, b"1", atomic=True), ValueError, "not a regular file"),
         (
             lambda: tensorferry.write_many([(path, b"1"), (folder, b"1")], atomic=True),
             ValueError,
-            "no regular file",
+            "not a regular file",
         ),
         (
             lambda: tensorferry.write_many([(path, b"1"), (folder, b"1", 0)], atomic=True),
             TypeError,
-            r"items\[1\]: expected \(path, array\)",
+            r"items\[1\]: an atomic write expects \(path, array\)",
         ),
     ]:
         with pytest.raises(kind, match=message):
@@ -260,7 +260,7 @@ ACL = "system.posix_acl_access"
 
 
 def acl_of(user: int, *, mask: int) -> bytes:
-    """Return an ACL that lets a user read and write, up to the mask, the group and others nothing."""
+    """Return an ACL that lets a user read and write, limited by the mask, and the group and others do nothing."""
     entries = [(1, 6, -1), (2, 6, user), (4, 0, -1), (16, mask, -1), (32, 0, -1)]
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *each) for each in entries)
 
@@ -305,7 +305,7 @@ def test_an_atomic_write_keeps_the_acl_and_takes_none_from_the_directory(
 
 
 def forbid(*calls: str) -> None:
-    """Have system calls fail; of openat(), what makes a file without a name."""
+    """Make system calls fail; for openat(), only calls that make an unnamed file (O_TMPFILE)."""
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -317,7 +317,7 @@ def forbid(*calls: str) -> None:
 
 
 def write_where_forbidden(call: str, **paths: str) -> None:
-    """Write files atomically where a system call fails."""
+    """Write files atomically while a system call fails."""
     forbid(call)
     tensorferry.write_many([(path, b"new") for path in paths.values()], atomic=True)
 
@@ -355,7 +355,9 @@ def test_where_a_file_has_no_name_an_atomic_write_makes_none(directory: pathlib.
                 lambda: tensorferry.write(link, b"1", atomic=True),
                 lambda: tensorferry.write_many([(path, b"1"), (link, b"1")], atomic=True),
             ):
-                with pytest.raises(ValueError, match="leads to a file that is not at"):
+                with pytest.raises(
+                    ValueError, match="refers to has been deleted, or has another path than"
+                ):
                     call()
     assert {each.read_bytes() for each in directory.iterdir()} == {b"new", b"other"}
 
@@ -392,7 +394,7 @@ def test_an_atomic_write_refuses_the_paths_that_the_plain_one_does_and_names_the
 
 
 def write_without_links(path: str) -> list[str]:
-    """Write atomically where links, renames and new files are forbidden in turn; return the messages."""
+    """Write atomically while links, renames and new files are forbidden in turn; return the messages."""
     messages = []
     for calls in (["renameat", "renameat2", "rename"], ["linkat"], ["openat"]):
         tensorferry.write(path, b"old")
@@ -415,7 +417,7 @@ def test_a_new_file_that_cannot_be_made_or_placed_is_called_as_it_was_to_be(
 
 
 def with_few_descriptors(directory: str) -> None:
-    """Write many files atomically where only a few can be open at a time."""
+    """Write many files atomically while only a few can be open at a time."""
     import resource
 
     tensorferry.write(f"{directory}/first", b"", atomic=True)
@@ -455,7 +457,7 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
 
     path = directory / "file"
     old, new = b"old" * 5_000, b"new" * 7_000
-    tensorferry.write(path, old, atomic=True)  # what is opened once is open
+    tensorferry.write(path, old, atomic=True)  # opens the descriptors that stay open
     source = (replacement.__file__, publication.__file__)
     number, seen = 0, set()
     while True:
@@ -473,7 +475,7 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
     assert number > 20
     assert seen == {old, new}
     gc.collect()
-    # At the few moments between open() and who keeps what it gave, these are lost.
+    # An interrupt between the return of open() and the assignment of its result leaks the descriptor.
     assert len(open_in(directory)) <= 10
 
 
@@ -481,7 +483,7 @@ def test_a_place_that_is_dropped_closes_and_leaves_nothing(directory: pathlib.Pa
     place = replacement.Replacement(directory / "file", sync=False)
     place.file.write(b"new")
     assert open_in(directory)
-    del place  # at once: no garbage need be collected
+    del place  # removes the file at once, without the garbage collector
     assert not open_in(directory)
     assert list(directory.iterdir()) == []
 

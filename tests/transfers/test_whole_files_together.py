@@ -1,4 +1,4 @@
-"""Many whole files in one call, and one file by several names or beside another call."""
+"""Many whole files in one call, and one file under several names or concurrently with another call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_file_is_written_as_a_whole_once_whatever_its_names(
     os.link(one, "hard")
     other = name.format(folder=directory.name)
     items = [("one", np.zeros(2000, np.uint8)), (other, np.ones(1000, np.uint8))]
-    with pytest.raises(ValueError, match=r"items\[1\]: .* is written as a whole by items\[0\]"):
+    with pytest.raises(ValueError, match=r"items\[1\]: .* is already replaced by items\[0\]"):
         tensorferry.write_many(items)
     assert one.read_bytes() == b"before"
 
@@ -67,7 +67,7 @@ def test_the_same_where_it_is_not_there_yet(
 ) -> None:
     monkeypatch.chdir(directory)
     (directory / "link").symlink_to(directory.resolve() / "new")
-    with pytest.raises(ValueError, match="is written as a whole"):
+    with pytest.raises(ValueError, match="is already replaced by"):
         tensorferry.write_many([("new", np.zeros(2, np.uint8)), (name, np.ones(1, np.uint8))])
     assert not (directory / "new").exists()
 

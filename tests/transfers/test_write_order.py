@@ -1,4 +1,4 @@
-"""Writes to one file at the same time: beside each other, over each other, failing, abandoned."""
+"""Concurrent writes to one file: side by side, overlapping, failing, abandoned."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_of_items_that_overlap_the_later_one_wins_whatever_names_their_files_hav
             assert Path(files[at][0]).read_bytes() == wanted[at]
 
 
-# Files that begin anew, or get another size, while something is written to them
+# Files that are truncated, or get another size, during writes
 
 
 @pytest.mark.parametrize("how", ["open", "open a link", "truncate", "truncate to more"])

@@ -1,1 +1,1 @@
-"""Tests of what the commands do."""
+"""Tests of the code behind the commands: measuring, tuning, reports."""

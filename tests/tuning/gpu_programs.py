@@ -1,4 +1,4 @@
-"""What the tests of GPUs in benchmarks and tuning run in processes of their own, on the stand-in driver."""
+"""Functions that the tests of GPUs in benchmarks and tuning run in separate processes, on the stand-in driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import drive, gpus
 from tensorferry.tuning.bench import Job
 from tensorferry.tuning.drive import Drive
-from tensorferry.tuning.moving import make_way
+from tensorferry.tuning.moving import make_method
 from tests.support import standin
 
 if TYPE_CHECKING:
@@ -20,18 +20,18 @@ MIB = 1 << 20
 
 
 class OnGpu:
-    """Serves as moving.Memory with an array that is no torch tensor."""
+    """A replacement for moving.Memory with an array instead of a torch tensor."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
 
     @contextlib.contextmanager
-    def given(self, write: bool) -> Iterator[Any]:
+    def buffer_for(self, write: bool) -> Iterator[Any]:
         yield self.device
 
 
 def bench(directory: str, way: str, nvidia_fs: bool) -> dict[str, Any]:
-    """Write and read an array by a way of `tensorferry bench`, and return what it says of itself."""
+    """Write and read an array with a method of `tensorferry bench`, and return its description."""
     driver = standin.loaded()
     driver.set(cufile_nvfs=nvidia_fs)
     written, found = driver.array(bytes(range(256)) * 4096), driver.array(MIB)
@@ -40,7 +40,7 @@ def bench(directory: str, way: str, nvidia_fs: bool) -> dict[str, Any]:
     said: dict[str, Any] = {"way": way}
     for operation, array in (("write", written), ("read", found)):
         memory: Any = OnGpu(array)
-        measured = make_way(way, job, memory)
+        measured = make_method(way, job, memory)
         measured.prepare(path, operation == "write")
         measured.move()
         stats = measured.stats or {}
@@ -58,7 +58,7 @@ def tune(directory: str, gds: bool, nvidia_fs: bool) -> dict[str, Any]:
     driver = standin.loaded()
     driver.set(cufile_nvfs=nvidia_fs)
     array = driver.array(16 * MIB, 1)
-    drive._gpu_tensor = lambda number, nbytes: array  # torch's cannot be on the stand-in
+    drive._gpu_tensor = lambda number, nbytes: array  # torch has no tensors on the stand-in
     engine = gpus.CUFILE if gds and gpus.gds_uses_cufile() else "threads"
     with Drive(Path(directory), 16 * MIB, 1, gds=gds) as measured:
         settings = Settings(MIB, 8, engine=engine)

@@ -1,4 +1,4 @@
-"""What the tests of the report run in processes of their own."""
+"""Functions that the tests of the report run in separate processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `tensorferry tune` decides, on simulated drives: what it finds, what it never stores, and in what time.
+"""Decisions of `tensorferry tune` on simulated drives: the settings that it finds or rejects, and its duration.
 
-A simulated drive has a clock, noise on every measurement, and drift within the run. All else is what runs on real ones.
+A simulated drive has a clock, noise on every measurement, and drift within the run. The other code is the real one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def gains_of(generator: random.Random, kind: str) -> dict[str, dict[Settings, fl
 def tuned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drives: list[SimulatedDrive]
 ) -> list[dict[str, Settings]]:
-    """Tune drives in one run, as folders of file systems of their own, and return what is stored for each."""
+    """Tune drives in one run, as folders of separate file systems, and return the stored settings of each."""
     folders = {Path(f"/{n}"): drive for n, drive in enumerate(drives)}
     systems = {
         folder: profiles.FileSystem("ext4", f"{n}", None, f"/dev/{n}", str(folder))
@@ -179,7 +179,7 @@ def test_a_sweep_of_ds_nvme_tune_names_the_settings(tmp_path: Path) -> None:
     [
         ("[", "Expecting value"),
         ("[]", "not an object"),
-        ('{"colour": [1]}', "colour: no setting"),
+        ('{"colour": [1]}', "colour: not a setting"),
         ('{"block_size": 1}', "block_size: 1 is not a list"),
         ('{"block_size": [1]}', "block_size: 1 is not a number from 512"),
         ('{"block_size": ["x"]}', "block_size: "),

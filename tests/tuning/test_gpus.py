@@ -1,4 +1,4 @@
-"""GPUs in benchmarks, tuning and the report: on the stand-in driver, in processes of their own."""
+"""GPUs in benchmarks, tuning and the report: on the stand-in driver, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes that are started use the stand-in."""
+    """Make child processes use the stand-in."""
     for name, value in standin.environment().items():
         monkeypatch.setenv(name, value)
     for name in ("TENSORFERRY_GDS", "TENSORFERRY_ENGINE"):
@@ -60,13 +60,13 @@ def test_tune_moves_memory_of_a_gpu(gds: bool, nvidia_fs: bool, directory: Path)
     assert list(directory.iterdir()) == []
 
 
-# Arguments, with GPUs as they are said to be
+# Arguments, with pretended GPUs
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "device_count", lambda: 2)
-    for name in ("why_no_gpu", "why_no_gds"):
+    for name in ("gpu_refusal", "gds_refusal"):
         monkeypatch.setattr(gpus, name, lambda: None)
 
 
@@ -83,7 +83,7 @@ def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: Path)
     assert job(directory, "--memory=locked").memory == "locked"
     assert job(directory, "--use-accelerator-pin-memory").memory == "accelerator"
     gds = job(directory, "--use-gds", "--memory=locked")
-    assert (gds.way, gds.memory) == ("gds_handle", "gpu")
+    assert (gds.method, gds.memory) == ("gds_handle", "gpu")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -92,11 +92,11 @@ def test_what_does_not_go_together_is_refused(directory: Path) -> None:
     bad = Job(places, gpu=True, use_gds=True, engine="files", settings={"engine": "threads"})
     problems = problems_of(bad)
     assert [problem.split(":")[0] for problem in problems] == ["--use-gds", "--io-engine", "--gpu"]
-    assert "there is no device 2; torch finds 2" in problems[-1]
+    assert "device 2 does not exist; torch finds 2" in problems[-1]
 
 
 def test_what_gpus_lack_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "why_no_gpu", lambda: "no GPU today")
-    monkeypatch.setattr(gpus, "why_no_gds", lambda: "no cuFile today")
+    monkeypatch.setattr(gpus, "gpu_refusal", lambda: "no GPU today")
+    monkeypatch.setattr(gpus, "gds_refusal", lambda: "no cuFile today")
     bad = Job((Place(directory, 0),), gpu=True, use_gds=True)
     assert problems_of(bad) == ["--use-gds: no cuFile today", "--gpu: no GPU today"]

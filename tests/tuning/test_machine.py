@@ -1,4 +1,4 @@
-"""The facts about this machine, as the machine itself shows them, and as /sys would on others."""
+"""The facts about the machine: those of this one, and those of others with simulated /sys files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
     assert found["type"] == "tmpfs"
     assert found["in_memory"] is True
     assert found["direct_io"]["works"] is False
-    assert "lives in memory" in found["direct_io"]["reason"]
+    assert "is in memory" in found["direct_io"]["reason"]
     assert devices.behind(found["device_number"]) == []
 
 
@@ -284,7 +284,7 @@ def test_memory_of_a_control_group_is_all_there_is_to_be_had(version: int, tmp_p
 
 @contextlib.contextmanager
 def control_group(directory: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
+    """Make control groups with limits; yield a command prefix that runs in them, and the limits."""
     if os.geteuid() != 0:
         required.missing("mounts", "control groups need root")
     device = storage.device_number(storage.mount_of(directory))
@@ -392,7 +392,7 @@ def test_a_probe_that_fails_is_unknown_with_the_reason() -> None:
 
 @pytest.fixture
 def torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """A function that puts a program in torch's place; it returns the variable that who imports it has."""
+    """Return a function that replaces torch by a program, and returns the variable that its importers have."""
 
     def install(program: str) -> str:
         (tmp_path / "torch.py").write_text(program)
@@ -407,7 +407,7 @@ def torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     [
         ("import os; os.abort()", "SIGABRT", 300.0),
         ("raise ImportError('libcudart.so.13 is missing')", "libcudart.so.13 is missing", 300.0),
-        ("import time; time.sleep(600)", "too long", 0.5),
+        ("import time; time.sleep(600)", "within the time limit", 0.5),
         ("import sys; sys.exit('no reason')", "no reason", 300.0),
     ],
 )

@@ -35,7 +35,7 @@ def row(label: str, *values: float) -> Row:
 
 
 def test_contenders_take_turns_in_an_order_that_changes_and_the_rest_goes_on_without_one() -> None:
-    """The first round's order is the one given, since others may need what one measures."""
+    """The first round has the given order, because a contender may need the measurement of an earlier one."""
     turns: list[tuple[int, str]] = []
 
     def contender(label: str) -> Contender:
@@ -112,22 +112,22 @@ def test_what_is_wrong_in_a_file_fails_the_check(fault: str, directory: Path) ->
 
 def test_memory_of_a_gpu_is_given_as_it_is_or_by_way_of_the_host(directory: Path) -> None:
     torch = pytest.importorskip("torch")
-    nbytes = (9 << 20) + 5  # more than is filled at once
-    device = torch.zeros(nbytes, dtype=torch.uint8)  # stands for a GPU's
+    nbytes = (9 << 20) + 5  # larger than one fill
+    device = torch.zeros(nbytes, dtype=torch.uint8)  # in place of a GPU tensor
     memory = Memory(nbytes, "gpu", device)
     memory.fill(1)
     path = directory / "file"
-    with memory.given(write=True) as given:
+    with memory.buffer_for(write=True) as given:
         assert given is device
     tensorferry.write(path, device)
     memory.check(path)
     for staged in (memory, Memory(nbytes, "locked", device)):
-        with staged.given(write=True, on_host=True) as host:
+        with staged.buffer_for(write=True, on_host=True) as host:
             assert bytes(host) == path.read_bytes()
         memory.fill(0)
         with pytest.raises(ValidationError, match="differ"):
             memory.check(path)
-        with staged.given(write=False, on_host=True) as host:
+        with staged.buffer_for(write=False, on_host=True) as host:
             host[:] = path.read_bytes()
         memory.check(path)
 
@@ -147,7 +147,7 @@ def test_a_task_notices_a_file_that_was_changed(operation: str, directory: Path)
         file.seek(PAGE)
         file.write(b"?")
     with pytest.raises(ValidationError, match="differ"):
-        task._ways["aio_handle"].check()
+        task._methods["aio_handle"].check()
     task.end()
 
 
@@ -158,7 +158,7 @@ def test_an_orphaned_task_removes_what_is_new_and_nothing_else(directory: Path) 
     task = Task(job, 0, {"read": [old, new]})
     task.begin("read", ["aio_handle"])
     assert new.exists()
-    task.orphaned()
+    task.on_orphaned()
     assert list(directory.iterdir()) == [old]
 
 
@@ -170,7 +170,7 @@ def test_processes_together_take_from_the_first_start_to_the_last_end() -> None:
         {"started": 0.5, "ended": 2.0, "latency_microseconds": {"p99": 9.0}}
         | {"gpu": {"gpu_nbytes": 5, "gds_nbytes": 0, "compat": True}},
     ]
-    sample = bench._together(10**9, [each | one for one in moved])
+    sample = bench._combine(10**9, [each | one for one in moved])
     assert (sample.seconds, sample.value) == (2.0, 1.0)
     assert (sample.cpu_seconds_per_gb, sample.peak_growth_nbytes) == (0.5, 14)
     assert sample.details["latency_microseconds"] == {"p99": 9.0}

@@ -1,4 +1,4 @@
-"""Profiles: how they are kept, and that handles and files without explicit settings use them."""
+"""Profiles: their storage, and their use by handles and files without explicit settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEMORY = Settings(512 << 10, 5, True, True, 1, "threads")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file for profiles, of this test alone; the schedulers shared by the process are made anew."""
+    """Return a file for profiles for this test only; the shared schedulers of the process are made again."""
     path = tmp_path / "config" / "profiles.json"
     monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
     monkeypatch.delenv("TENSORFERRY_ENGINE", raising=False)
@@ -68,7 +68,7 @@ def keep(
 
 @pytest.fixture
 def tuned(store: Path, directory: Path) -> Path:
-    """A folder on whose file system everything goes by the settings DISK."""
+    """Return a folder on a file system with the stored settings DISK for all uses."""
     keep(store, directory, DISK)
     return directory
 
@@ -206,7 +206,7 @@ def test_a_device_is_not_forgotten(tmp_path: Path) -> None:
     link = tmp_path / "profiles.json"
     link.symlink_to(device)
     for path in (device, link):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             storing.forget(path)
     assert device.is_char_device()
 
@@ -460,7 +460,7 @@ def test_a_look_up_that_failed_is_not_made_again(
 
     def refuse(descriptor: int) -> FileSystem:
         calls.append(descriptor)
-        raise OSError(errno.ENODEV, "mount 7 is not visible from here")
+        raise OSError(errno.ENODEV, "mount 7 is not visible to this process")
 
     monkeypatch.setattr(profiles, "file_system_of_open", refuse)
     with tensorferry.aio_handle() as handle:
@@ -562,7 +562,7 @@ def use_before_and_after_fork(path: str) -> dict[str, int]:
     handle = tensorferry.aio_handle()
     handle.sync_pwrite(np.arange(1000), path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork with threads
         process = os.fork()
     if process == 0:
         try:

@@ -1,4 +1,4 @@
-"""The report as a whole, in machines and containers of several kinds, and the advice that follows from it."""
+"""The whole report on machines and in containers of several kinds, and its advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_AS_NOBODY = "tests.tuning.report_programs:look_as_nobody"
 
 @pytest.fixture(autouse=True)
 def no_libraries(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the report ask libraries that answer at once."""
+    """Make the report query libraries that answer at once."""
     for name, value in libraries.broken(tmp_path_factory.mktemp("libraries")).items():
         monkeypatch.setenv(name, value)
 
@@ -107,7 +107,7 @@ def test_profiles_that_cannot_be_used_are_unknown_with_the_reason(
     assert about(facts, "profile") == []
 
 
-# What other machines would show: facts in, advice out.
+# Reports of other machines: facts in, advice out.
 
 DRIVE: dict[str, Any] = {
     "name": "nvme0n1",
@@ -140,7 +140,7 @@ NO_NINJA = {"served_by": "deepspeed", "built": False, "reason": "ninja is not in
 
 
 def drive(**changes: Any) -> dict[str, Any]:
-    """A machine with a drive that has nothing wrong but for this."""
+    """Return the facts of a machine with a drive that has only this problem."""
     return {"devices": [DRIVE | changes]}
 
 
@@ -162,20 +162,20 @@ def far(**on_their_way: int | None) -> dict[str, Any]:
 def gpu(
     *, driver: Any = None, cufile: Any = None, version: str = "", vendor: str = "NVIDIA"
 ) -> dict[str, Any]:
-    """A machine with a GPU, where all is well but for this."""
+    """Return the facts of a machine with a GPU that has only this problem."""
     usable = {"usable": True, "reason": None, "mode": "native"}
     card = {"name": "H200", "driver": version, "vendor": vendor}
     facts = {"nvidia": [card], "cuda": driver or usable}
     return {"gpu": facts, "gpudirect_storage": {"cufile": cufile or usable}}
 
 
-# What is known of a machine, and words of the one piece of advice that follows, or nothing.
+# The known facts of a machine, and words of the one piece of advice that follows from them, or "".
 ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "nothing is known": (dict.fromkeys(EVERYTHING, UNKNOWN), ""),
     "little is known": ({"file_system": SYSTEM | {"space": UNKNOWN}}, ""),
     "torch is unknown": ({"libraries": {"torch": UNKNOWN}}, ""),
     "nearly full": ({"file_system": SYSTEM | {"space": FULL}}, "^stops 4 MiB are free"),
-    "in memory": ({"file_system": SYSTEM | {"in_memory": True}}, "^speed /data lies in memory"),
+    "in memory": ({"file_system": SYSTEM | {"in_memory": True}}, "^speed /data is in memory"),
     "a good drive": (drive(), ""),
     "a loop device": (
         drive(kind="loop device", direct_io=False),

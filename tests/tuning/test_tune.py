@@ -1,4 +1,4 @@
-"""Tuning real folders: what is measured, what is stored, and that nothing stays behind."""
+"""Tuning real folders: the measurements, the stored settings, and no files left."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
     folders = (directory, tmpfs_directory, directory / "below")
     result = tune(job(*folders, directions=("read",), seconds=300.0), ignore)
     assert [each.folder for each in result.found] == [directory, tmpfs_directory]
-    assert any("named before" in warning for warning in result.warnings)
+    assert any("tuned already" in warning for warning in result.warnings)
     assert result.rates()["read"]["median"] == sum(e.rates["median"] for e in result.found)
     (profile,) = profiles.load(store)
     assert profile.file_system == result.found[0].file_system
@@ -97,7 +97,7 @@ def test_measuring_leaves_no_threads_and_descriptors(directory: Path) -> None:
         return leaks.threads_named("tensorferry.*")
 
     with Drive(directory, 16 * MIB) as drive:
-        drive.measure(GOOD[0], "write")  # what lasts is made once
+        drive.measure(GOOD[0], "write")  # the first measurement makes lasting objects
     before, opened = leaks.steady(ours), Counter(leaks.descriptors())
     with Drive(directory, 16 * MIB) as drive:
         for depth in range(1, 20):  # more settings than are kept
@@ -110,8 +110,8 @@ def test_time_left_is_known_from_the_beginning() -> None:
     seen: list[Progress] = []
     progress = Progress(Job((Path("/a"), Path("/b")), seconds=10.0), seen.append)
     assert progress.seconds_left == pytest.approx(20)
-    progress.part("first")(0.5)
+    progress.begin_part("first")(0.5)
     assert progress.share == pytest.approx(1 / 8)
-    progress.part_ends()
+    progress.end_part()
     assert progress.share == pytest.approx(1 / 4)
     assert 0 < progress.seconds_left <= 20 + time.monotonic()

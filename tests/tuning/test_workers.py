@@ -1,4 +1,4 @@
-"""Workers: processes that work together, fail clearly and are always gone afterwards."""
+"""Workers: processes that work together, fail with clear messages, and always end with their parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = "tests.tuning.test_workers"
 
 
 class Adder:
-    """What workers do in these tests."""
+    """The class that workers serve in these tests."""
 
     def __init__(self, number: int) -> None:
         if number < 0:
@@ -39,7 +39,7 @@ class Adder:
     def fail_if(self, number: int) -> None:
         if self.number == number:
             raise OSError(28, "No space left on device", "/some/file")
-        signal.pause()  # for ever: whoever waits for this one hangs
+        signal.pause()  # forever, so waiting for this worker would hang
 
     def die_if(self, number: int) -> None:
         if self.number == number:
@@ -59,7 +59,7 @@ class Adder:
     def keep(self, path: Path) -> None:
         self.path = path
 
-    def orphaned(self) -> None:
+    def on_orphaned(self) -> None:
         if self.path is not None:
             self.path.unlink()
 
@@ -90,7 +90,7 @@ def test_a_killed_worker_is_noticed_at_once_with_its_last_words(workers: list[Wo
 
 def test_a_worker_that_leaves_is_noticed_and_another_takes_its_place() -> None:
     with closing([Worker(f"{HERE}:Adder", 1)]) as (worker,):
-        with pytest.raises(WorkerError, match="left with exit status 3"):
+        with pytest.raises(WorkerError, match="exited with status 3"):
             worker.call("leave")
         assert worker.call("add", 1) == 2
 

@@ -1,1 +1,1 @@
-"""What every other package stands on, and what knows none of them: checks, processes, mounts, arithmetic."""
+"""Helpers that every other package uses and that import no other package: checks, processes, mounts, arithmetic."""

@@ -1,4 +1,4 @@
-"""Arguments: checked, with the argument's name in what is raised; and sizes as people write them (4096, 64K, "5GB")."""
+"""Checks of arguments, with the argument's name in error messages, and sizes in text form (4096, "64K", "5GB")."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import TypeGuard
 
+# The path of a local file.
 Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
-# A path, a URL, or a pair of an obstore store and a key.
+# A file or object that can be read: a local path, a URL, or a pair of an obstore store and a key.
 Readable: TypeAlias = "Path | tuple[Any, str]"
+# The argument `direct`, which selects O_DIRECT: see direct_mode().
 Direct: TypeAlias = "bool | Literal['auto']"
 
 # Offsets are signed 64-bit numbers in the kernel.
 MAX_FILE_NBYTES = (1 << 63) - 1
 
-# pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
+# Matches URLs, which are rejected where a local path is required. pathlib turns the two slashes of a URL into one. A
+# text with a single slash counts as a URL only if its scheme is known, because the name of a local folder may end with
+# a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
 
-# Those that are read, and stores that callers have made: see transfer.remote.
+# Matches the URLs from which tensorferry can read, and the texts by which transfer.remote identifies objects in a store
+# that the caller has created (such as "s3+1f3a5c://bucket/key").
 _READ_URL = re.compile(
     r"(s3|gs|az|abfss?|https?):/|(s3a|adl|azure|[a-z0-9]+\+[0-9a-f]{6})://", re.ASCII
 )
 
+# The units of parse_nbytes(), and those of decimal_nbytes().
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -38,15 +44,18 @@ def integer(
     maximum: int | None = None,
     multiple_of: int = 1,
 ) -> int:
-    """Return an argument that is an integer, no bool, and within bounds.
+    """Return an argument as an int after checking that it is an integer, in range, and a multiple of ``multiple_of``.
+
+    The argument must have ``__index__`` and must not be a bool. Without a ``minimum``, ``maximum`` is not checked.
+    ``name`` is the argument's name in error messages.
 
     Raises
     ------
     TypeError, ValueError
-        It is not.
+        The check failed.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: {value!r} is no integer")
+        raise TypeError(f"{name}: {value!r} is not an integer")
     number = operator.index(value)
     if minimum is not None and maximum is not None and not minimum <= number <= maximum:
         raise ValueError(f"{name}: {number} is not between {minimum} and {maximum}")
@@ -55,44 +64,44 @@ def integer(
             f"{name}: {number} is {'negative' if minimum == 0 else f'below {minimum}'}"
         )
     if number % multiple_of:
-        raise ValueError(f"{name}: {number} is no multiple of {multiple_of}")
+        raise ValueError(f"{name}: {number} is not a multiple of {multiple_of}")
     return number
 
 
 def positive(value: Any, name: str, maximum: int = (1 << 31) - 1) -> int:
-    """Return an argument that is an integer from 1 on; errors as for :func:`integer`."""
+    """Return an argument after checking that it is an integer from 1 to ``maximum``; errors as for :func:`integer`."""
     return integer(value, name, 1, maximum)
 
 
 def one_of(value: Any, name: str, choices: Collection[Any]) -> None:
-    """Raise ValueError where an argument is none of some."""
+    """Raise ValueError if an argument is not one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name}: {value!r} is none of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the bytes that a text such as "4096", "64K", "1MB", "2GiB" means; units are powers of 1024.
+    """Return the number of bytes for a text such as "4096", "64K", "1MB" or "2GiB"; all units are powers of 1024.
 
     Raises
     ------
     ValueError
-        It is no such text.
+        The text is not a size.
     """
     shortened = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = shortened[-1:] if shortened[-1:] in "KMGT" else ""
     number = shortened.removesuffix(unit)
     if not number.isascii() or not number.isdigit():
-        raise ValueError(f"{text!r} is no size such as 4096, 64K, 1M or 2G")
+        raise ValueError(f"{text!r} is not a size such as 4096, 64K, 1M or 2G")
     return int(number) * _UNITS[unit]
 
 
 def checked_nbytes(size: int | str, name: str) -> int:
-    """Return an argument's number of bytes, given as one or as a text for :func:`parse_nbytes`.
+    """Return the number of bytes of an argument, which is an integer or a text for :func:`parse_nbytes`.
 
     Raises
     ------
     ValueError, TypeError
-        It is none, or not positive.
+        The argument is not a size, or not positive.
     """
     try:
         nbytes = parse_nbytes(size) if isinstance(size, str) else operator.index(size)
@@ -104,7 +113,7 @@ def checked_nbytes(size: int | str, name: str) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Return a number of bytes as parse_nbytes() takes it, with the largest unit that leaves it whole."""
+    """Return a number of bytes as a text for parse_nbytes(), with the largest unit that gives an integer."""
     for unit in ("T", "G", "M", "K"):
         if nbytes and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"
@@ -112,12 +121,12 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def decimal_nbytes(size: int | str, name: str) -> int:
-    """Return an argument's number of bytes, given as one or as huggingface_hub has it: "5MB" is 5 * 10**6.
+    """Return the number of bytes of an argument, an integer or a text as in huggingface_hub ("5MB" is 5 * 10**6).
 
     Raises
     ------
     ValueError
-        It is none, or not positive.
+        The argument is not a size, or not positive.
     """
     nbytes: Any = size
     if isinstance(size, str):
@@ -125,51 +134,63 @@ def decimal_nbytes(size: int | str, name: str) -> int:
         try:
             nbytes = int(float(number) * _DECIMAL_UNITS[unit])
         except (KeyError, ValueError, OverflowError):
-            raise ValueError(f"{name}: {size!r} is no size such as 5GB or 500MB") from None
+            raise ValueError(f"{name}: {size!r} is not a size such as 5GB or 500MB") from None
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-        raise ValueError(f"{name}: {size!r} is no positive number of bytes")
+        raise ValueError(f"{name}: {size!r} is not a positive number of bytes")
     return nbytes
 
 
 def direct_mode(direct: Direct) -> str:
-    """Return the core's name of what a caller says of O_DIRECT."""
+    """Return the core's name for a value of ``direct``, the choice when to bypass the page cache (O_DIRECT).
+
+    Raises
+    ------
+    ValueError
+        The value is none of "auto", True and False.
+    """
     if direct == "auto":
         return "auto"
     if direct is True:
         return "always"
     if direct is False:
         return "never"
-    raise ValueError(f'direct: {direct!r} is none of "auto", True and False')
+    raise ValueError(f'direct: {direct!r} is not one of "auto", True and False')
 
 
 def checked_path(path: Path, name: str = "path") -> str:
-    """Return a path as text, which os.fsencode() turns back into its bytes."""
+    """Return a local path as a str that os.fsencode() converts to the original bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The argument is not a local path, but for example a URL.
+    """
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{name}: {path!r} is no path")
+        raise TypeError(f"{name}: expected a path, got {type(path).__name__}")
     text = os.fsdecode(path)
     if ":/" in text and _URL.match(text):
         raise ValueError(
-            f"{name}: {path!r} is a URL, and a local file is meant here (remedy: a local folder, or one where the "
-            "storage is mounted; buckets are read by tensorferry.open, and by what loads models and checkpoints)"
+            f"{name}: expected a local path, got the URL {path!r} (remedy: use a local folder, or one where the "
+            "storage is mounted; only tensorferry.open and the functions that load models and checkpoints read buckets)"
         )
     if "\0" in text:
-        raise ValueError(f"{name}: {path!r} has a null character")
+        raise ValueError(f"{name}: {path!r} contains a null character")
     if not text.isascii():
         try:
             os.fsencode(text)
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name}: {path!r} is no path: {error}") from None
+            raise ValueError(f"{name}: {path!r} is not a path: {error}") from None
     return text
 
 
 def is_url(path: object) -> bool:
-    """Return whether this is a place that is read, and is in none of this machine's file systems."""
+    """Return whether ``path`` is a URL that can be read, or the text of an object in a store (see transfer.remote)."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     return isinstance(text, str) and ":/" in text and _READ_URL.match(text) is not None
 
 
 def is_pair(path: object) -> TypeGuard[tuple[Any, str]]:
-    """Return whether this is a pair of an obstore store and a key."""
+    """Return whether ``path`` is a pair of an obstore store and a key. The store's type is not checked here."""
     return (
         isinstance(path, tuple)
         and len(path) == 2
@@ -179,7 +200,10 @@ def is_pair(path: object) -> TypeGuard[tuple[Any, str]]:
 
 
 def can_be_path(text: str) -> bool:
-    """Return whether a text can be a file's name: half a surrogate pair, which JSON and pickles can have, cannot."""
+    """Return whether a text can be encoded as a file name.
+
+    A text from JSON or a pickle may contain half of a surrogate pair, which has no encoding.
+    """
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -187,28 +211,30 @@ def can_be_path(text: str) -> bool:
     return True
 
 
-def kept_path(path: Path, name: str = "path") -> str:
-    """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
+def absolute_path(path: Path, name: str = "path") -> str:
+    """Make a path absolute, and thus valid even if the process changes its directory before using it."""
     text = checked_path(path, name)
-    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (a fifth of the time)
+    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (five times as fast as pathlib)
 
 
 def checked_descriptor(descriptor: int, name: str = "path") -> int:
-    """Return a descriptor, which is no bool and fits a C int."""
+    """Return a descriptor after checking that it is not a bool and fits into a C int."""
     if isinstance(descriptor, bool):
-        raise TypeError(f"{name}: {descriptor!r} is neither a path nor a descriptor")
+        raise TypeError(f"{name}: {descriptor!r} is neither a path nor a file descriptor")
     if not -1 << 31 <= descriptor < 1 << 31:
-        raise ValueError(f"{name}: {descriptor} is no descriptor")
+        raise ValueError(f"{name}: {descriptor} is not a file descriptor")
     return descriptor
 
 
 def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
-    """Return an offset that a file can have, with `nbytes` behind it."""
+    """Return an offset after checking that ``nbytes`` bytes from it on do not exceed the largest file size."""
     if not hasattr(offset, "__index__"):
-        raise TypeError(f"{name}: {offset!r} is no integer")
+        raise TypeError(f"{name}: {offset!r} is not an integer")
     offset = offset.__index__()
     if offset < 0:
         raise ValueError(f"{name}: {offset} is negative")
     if offset + nbytes > MAX_FILE_NBYTES:
-        raise ValueError(f"{name}: {offset} + {nbytes} bytes is beyond what a file can hold")
+        raise ValueError(
+            f"{name}: {offset} + {nbytes} bytes exceeds the largest file size ({MAX_FILE_NBYTES})"
+        )
     return offset

@@ -1,7 +1,8 @@
-"""Locks of open files (F_OFD_SETLK), which the kernel drops with their holder.
+"""Locks of files (F_OFD_SETLK, fcntl(2)) and directories (flock(2)), released when the process that set them ends.
 
-Other than a process's locks they tell threads apart, and are not dropped when some other descriptor of the file is
-closed. A forked child must close what it has inherited.
+Both kinds of lock belong to an open file description. Unlike POSIX locks, which belong to a process, they work between
+threads, and closing another descriptor of the same file does not release them. A forked child shares the descriptions,
+so it must close the descriptors that it has inherited: otherwise a lock could outlive the process that set it.
 """
 
 from __future__ import annotations
@@ -17,41 +18,49 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.base.mounts import mount_if_seen
+from tensorferry.base.mounts import mount_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# struct flock: type, whence, start, length (0: to the end of all files), process.
+# struct flock: type, whence, start, length (0: to the end of the file, however long it gets), process.
 _FLOCK = struct.Struct("hhqqi4x")
 
-# Who has a directory alone only renames or removes what is in it.
+# reader_lock() waits at most _MAX_WAIT_SECONDS for a writer that has locked the directory exclusively. A writer only
+# renames or removes files in the directory meanwhile, which is quick. writer_lock() waits at most
+# _MAX_OTHER_SAVE_SECONDS for other holders. Both try again every _POLL_SECONDS.
 _MAX_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 _MAX_OTHER_SAVE_SECONDS = 2.0
 
-# Where files' locks hold on all machines; those of directories are the kernel's own there, and hold on one.
+# Types of file systems that several machines share. A lock of a file is visible to all of these machines; a lock of a
+# directory only to the machine that set it.
 REMOTE = frozenset(["ceph", "lustre", "nfs", "nfs4"])
 
 
 def open_lock_file(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of a regular file, made if missing; for reading only where it is another user's."""
+    """Open a lock file, created if missing, and return its descriptor; read-only if the file is another user's."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError as refused:  # another user's: it can be shared, but not had alone
+    except (
+        PermissionError
+    ) as refused:  # another user's file: a read-only descriptor suffices for a shared lock
         try:
             descriptor = os.open(path, flags | os.O_RDONLY)
-        except OSError:  # or it is not there, and may not be made
+        except OSError:  # the file does not exist and may not be created
             raise refused from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return descriptor
 
 
 def set_lock(descriptor: int, kind: int, begin: int = 0, nbytes: int = 0) -> bool:
-    """Set a lock, or return False: another one is in the way, and what was there before remains."""
+    """Set a lock and return True, or return False and change nothing if another holder has a conflicting lock.
+
+    ``kind`` is F_RDLCK, F_WRLCK or F_UNLCK. The lock covers ``nbytes`` bytes from ``begin``; 0 is up to the file's end.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, begin, nbytes, 0))
     except OSError as error:
@@ -62,7 +71,7 @@ def set_lock(descriptor: int, kind: int, begin: int = 0, nbytes: int = 0) -> boo
 
 
 def lock_directory(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """Lock an open directory (flock(2)); False: somebody else has, None: there are no such locks, as on NFS."""
+    """Try to lock an open directory (flock(2)); return whether that succeeded, or None if unsupported, as on NFS."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,11 +82,15 @@ def lock_directory(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 @contextlib.contextmanager
-def unread(directory: str | os.PathLike[str], name: str) -> Iterator[bool]:
-    """Tell whether nobody reads a directory, as :func:`read_directory` shows; none begins before the block ends."""
-    descriptors = _opened(directory, name, os.O_RDWR)
+def writer_lock(directory: str | os.PathLike[str], name: str) -> Iterator[bool]:
+    """Lock a directory exclusively during the block; yield whether that succeeded: False if a reader has locked it.
+
+    With the lock, no reader can lock the directory before the block ends. ``name`` is as for :func:`reader_lock`.
+    """
+    descriptors = _open_all(directory, name, os.O_RDWR)
     try:
-        # Another save may be doing the same, for a moment; a load takes longer.
+        # Retry for a while, because another save holds the lock only for a short time. A load holds it for longer than
+        # this loop waits.
         limit = time.monotonic() + _MAX_OTHER_SAVE_SECONDS
         while not (found := _lock(descriptors, fcntl.LOCK_EX)) and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
@@ -86,26 +99,26 @@ def unread(directory: str | os.PathLike[str], name: str) -> Iterator[bool]:
         _unlock(descriptors, os.getpid())
 
 
-def read_directory(
-    owner: object, directory: str | os.PathLike[str], name: str
-) -> Callable[[], Any]:
-    """Show others that a directory is read, until the result is called, or the owner goes.
+def reader_lock(owner: object, directory: str | os.PathLike[str], name: str) -> Callable[[], Any]:
+    """Lock a directory for reading, and return a function that unlocks it; deleting ``owner`` unlocks it, too.
 
-    On file systems that several machines share a file in it is locked, too, if there is one of that name.
+    The lock is shared between readers. On file systems that several machines share, the file ``name`` in the directory
+    is also locked if it exists. If a writer still has the directory after 10 seconds, or if locks are not possible, the
+    function returns without a lock, because the files can be read nevertheless.
 
     Raises
     ------
     FileNotFoundError
-        There is none, or it has lost its name meanwhile.
+        The directory does not exist, or was renamed or removed meanwhile.
     """
     try:
-        descriptors = _opened(directory, name, os.O_RDONLY)
+        descriptors = _open_all(directory, name, os.O_RDONLY)
     except FileNotFoundError:
         raise
-    except OSError:  # its files may be readable all the same
+    except OSError:  # no lock is possible, but the files in the directory may still be readable
         return lambda: None
-    let_go = weakref.finalize(owner, _unlock, descriptors, os.getpid())
-    let_go.atexit = False
+    unlock = weakref.finalize(owner, _unlock, descriptors, os.getpid())
+    unlock.atexit = False
     deadline = time.monotonic() + _MAX_WAIT_SECONDS
     try:
         while not _lock(descriptors, fcntl.LOCK_SH) and time.monotonic() < deadline:
@@ -113,15 +126,15 @@ def read_directory(
         if not os.path.samestat(os.fstat(descriptors[0]), os.stat(directory)):  # noqa: PTH116
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(directory))
     except BaseException:
-        let_go()
+        unlock()
         raise
-    return let_go
+    return unlock
 
 
-def _opened(directory: str | os.PathLike[str], name: str, access: int) -> list[int]:
-    """Return descriptors of what is locked: the directory, and the file where that says more."""
+def _open_all(directory: str | os.PathLike[str], name: str, access: int) -> list[int]:
+    """Return the descriptors to lock: the directory's, and on a file system in REMOTE that of its file ``name``."""
     found = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
-    mount = mount_if_seen(Path(directory))
+    mount = mount_or_none(Path(directory))
     if mount is not None and mount["type"] in REMOTE:
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):
@@ -130,7 +143,10 @@ def _opened(directory: str | os.PathLike[str], name: str, access: int) -> list[i
 
 
 def _lock(descriptors: list[int], kind: int) -> bool:
-    """Lock all of them, or return False; where there are no locks that is all there is to do."""
+    """Lock all descriptors of _open_all(), or return False if another holder has locked one of them.
+
+    A descriptor on a file system without locks is ignored.
+    """
     for descriptor in descriptors[1:]:
         with contextlib.suppress(OSError):
             if not set_lock(descriptor, fcntl.F_RDLCK if kind == fcntl.LOCK_SH else fcntl.F_WRLCK):
@@ -139,7 +155,8 @@ def _lock(descriptors: list[int], kind: int) -> bool:
 
 
 def _unlock(descriptors: list[int], process: int) -> None:
-    # Closing is not enough while a child that was forked has them open; and a child lets its parent's locks be.
+    # Unlock explicitly, because closing alone does not release a lock while a forked child has the descriptor open. A
+    # forked child only closes its descriptors: unlocking them would release the lock of its parent.
     for descriptor in descriptors:
         if os.getpid() == process:
             with contextlib.suppress(OSError):
@@ -150,7 +167,7 @@ def _unlock(descriptors: list[int], process: int) -> None:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Return whether another one has the file for itself; nothing is locked by asking."""
+    """Return whether another holder has an exclusive lock on the file, without locking it."""
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

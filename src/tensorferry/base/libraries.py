@@ -1,4 +1,4 @@
-"""Where NVIDIA's libraries may be that the linker does not know of: looked for by name, without loading anything."""
+"""Finding NVIDIA's libraries by name in folders that the dynamic linker does not search, without loading them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ CUFILE = "libcufile.so.0"
 
 
 def cufile_folders() -> list[str]:
-    """Return the folders beside the linker's that may hold cuFile, in the order in which they should be tried.
+    """Return the folders outside of the linker's search path that may contain cuFile, in the order to try them.
 
-    They are those of `nvidia-*` wheels wherever this process finds packages, then those of a CUDA toolkit.
+    They are the folders of `nvidia-*` wheels in all places where this process finds packages, then those of a CUDA
+    toolkit.
     """
     packages = [sysconfig.get_path("purelib"), *sys.path]
     if site.ENABLE_USER_SITE:
@@ -30,9 +31,9 @@ def cufile_folders() -> list[str]:
 
 
 def cufile_libraries() -> list[str]:
-    """Return the paths of the cuFile libraries that are there, in the order in which the core tries them.
+    """Return the paths of the cuFile libraries that exist, in the order in which the core tries them.
 
-    Nothing is loaded: that would initialise CUDA, and cuFile writes a log into the current folder.
+    No library is loaded, because loading cuFile initializes CUDA and writes a log file into the current folder.
     """
     chosen = os.environ.get("TENSORFERRY_LIBCUFILE")
     if chosen:
@@ -45,12 +46,12 @@ def cufile_libraries() -> list[str]:
 
 
 def cufile_refusal() -> str | None:
-    """Return why cuFile cannot be there; None where a library of its name is found."""
+    """Return the reason why cuFile is not available, or None if a library with cuFile's name exists."""
     if cufile_libraries():
         return None
     if chosen := os.environ.get("TENSORFERRY_LIBCUFILE"):
         return f"TENSORFERRY_LIBCUFILE={chosen!r} does not exist"
-    return f"{CUFILE} is not found (remedy: pip install nvidia-cufile)"
+    return f"{CUFILE} was not found (remedy: pip install nvidia-cufile)"
 
 
 def _linker_cache() -> str:

@@ -1,4 +1,7 @@
-"""Mounts, as the kernel lists them. Imports next to nothing: the first handle that has a profile asks for one."""
+"""Mounts, from the kernel's list in /proc.
+
+This module imports very little, because the first handle that uses a profile imports it and waits for the import.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ LOCAL_FILE_SYSTEMS = frozenset(
 
 
 def mounts(process: Path = Path("/proc/self")) -> list[Mount]:
-    """Return all mounts that a process sees, as its mountinfo lists them."""
-    # Names may hold all other characters that end a line or a word elsewhere.
+    """Return all mounts that are visible to a process, from its mountinfo."""
+    # Split at "\n" only: names may contain the other characters at which str.splitlines() and str.split() split.
     lines = (process / "mountinfo").read_bytes().decode(errors="replace").split("\n")
-    return [_parsed(line) for line in lines if line]
+    return [_parse(line) for line in lines if line]
 
 
 def mount_of(path: Path) -> Mount:
-    """Return the mount that holds a path: mount_point, type, source, options, and the device's number.
+    """Return the mount that holds a path: mount_point, type, source, options and device number.
 
     Raises
     ------
     OSError
-        There is no such path, or it cannot be reached.
+        The path does not exist, or it cannot be reached.
     LookupError
-        Its mount cannot be seen from here.
+        Its mount is not visible to this process.
     """
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -39,8 +42,8 @@ def mount_of(path: Path) -> Mount:
         os.close(descriptor)
 
 
-def mount_if_seen(path: Path) -> Mount | None:
-    """Return the mount that holds a path, None where that cannot be told."""
+def mount_or_none(path: Path) -> Mount | None:
+    """Return the mount that holds a path, or None if it cannot be determined."""
     try:
         return mount_of(path)
     except (OSError, LookupError, StopIteration):
@@ -48,23 +51,25 @@ def mount_if_seen(path: Path) -> Mount | None:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is known to lie on no local drive: on NFS, Lustre, FUSE and others."""
-    mount = mount_if_seen(path)
+    """Return whether a path is known to be on a file system that is not local, such as NFS, Lustre or FUSE."""
+    mount = mount_or_none(path)
     return mount is not None and mount["type"] not in LOCAL_FILE_SYSTEMS
 
 
 def mount_of_open(descriptor: int) -> Mount:
-    """Return the mount that holds an open file, as :func:`mount_of` does."""
-    # The kernel knows which of several mounts at one place is meant; comparing paths does not tell.
+    """Return the mount that holds an open file; see :func:`mount_of`."""
+    # fdinfo has the id of the mount. Comparing paths would be ambiguous: several mounts may have the same mount point.
     information = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    wanted = next(line.split()[1] for line in information.splitlines() if line.startswith("mnt_id"))
+    mount_id = next(
+        line.split()[1] for line in information.splitlines() if line.startswith("mnt_id")
+    )
     for mount in mounts():
-        if mount["id"] == wanted:
+        if mount["id"] == mount_id:
             return mount
-    raise LookupError(f"mount {wanted} is not visible from here")
+    raise LookupError(f"mount {mount_id} is not visible to this process")
 
 
-def _parsed(line: str) -> Mount:
+def _parse(line: str) -> Mount:
     mount, _, system = line.partition(" - ")
     number, _, device, root, point, options = mount.split(" ")[:6]
     kind, source, *rest = system.split(" ")
@@ -72,15 +77,15 @@ def _parsed(line: str) -> Mount:
     of_system = rest[0].split(",") if rest else []
     return {
         "id": number,
-        "mount_point": _unescaped(point),
-        "root": _unescaped(root),
+        "mount_point": _unescape(point),
+        "root": _unescape(root),
         "type": kind,
-        "source": _unescaped(source),
+        "source": _unescape(source),
         "options": ",".join(dict.fromkeys(of_mount + of_system)),
         "device": device,
     }
 
 
-def _unescaped(name: str) -> str:
-    # The kernel writes blanks, backslashes and so on as three octal digits.
+def _unescape(name: str) -> str:
+    # The kernel writes a space, tab, newline or backslash as a backslash and three octal digits (proc(5), mountinfo).
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name)

@@ -1,10 +1,10 @@
-"""How many of torch's threads the calling thread uses.
+"""Limiting the number of OpenMP threads that torch uses for the calling thread.
 
-After each parallel region OpenMP's threads spin for some milliseconds before they sleep, and take the processors from
-the threads that move bytes, and from everybody else.
+After each parallel region OpenMP's threads spin for some milliseconds before they sleep. Meanwhile they occupy
+processors that other threads need, such as those that move bytes.
 
-The number is the calling thread's own (``omp_set_num_threads``, OpenMP 5.2, 18.2.1), unlike what
-``torch.set_num_threads`` sets.
+``omp_set_num_threads`` sets the number for the calling thread only (OpenMP 5.2, 18.2.1), unlike
+``torch.set_num_threads``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def limited(count: int | None) -> Iterator[None]:
-    """Have the calling thread use so many at most; None: as many as torch has."""
+def limit_threads(count: int | None) -> Iterator[None]:
+    """Limit the calling thread to ``count`` OpenMP threads during the block; None sets no limit."""
     import torch
 
     before: int = torch.get_num_threads()
-    if count is None or count >= before or not _set(count):
+    if count is None or count >= before or not _set_threads(count):
         yield
         return
     try:
         yield
     finally:
-        _set(before)
+        _set_threads(before)
 
 
-def _set(count: int) -> bool:
-    """Set the calling thread's number of threads, or return False: torch's are not OpenMP's."""
+def _set_threads(count: int) -> bool:
+    """Set the number of OpenMP threads for the calling thread; return False if that does not change torch's number."""
     import torch
 
     call = _omp_set_num_threads()
@@ -50,7 +50,7 @@ def _set(count: int) -> bool:
 
 @functools.cache
 def _omp_set_num_threads() -> Any:
-    # torch loads its OpenMP for everybody to see, with its global dependencies.
+    # torch loads its OpenMP library with RTLD_GLOBAL, so the symbol is visible in the main program's namespace.
     call = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if call is not None:
         call.argtypes, call.restype = [ctypes.c_int], None

@@ -1,9 +1,9 @@
-"""Which process owns an object after fork(), what a finalizer may do, and signals that must wait.
+"""Ownership of objects after fork(), finalizers, and deferred signals.
 
-A forked child shares the files and locks of its parent, and has none of its threads: what the parent was doing ends
-there. So a child refuses to use the parent's objects (:class:`Owned`), closes descriptors of locks without unlocking
-them (:data:`lock_descriptors`), makes locks of threads anew (:func:`in_forked_children`), and runs no finalizers
-(:func:`when_dropped`).
+A forked child shares the open files and file locks of its parent but has none of its threads, so operations in
+progress never complete in the child. Therefore a child refuses to use the parent's objects (:class:`Owned`), closes the
+descriptors of file locks without unlocking them (:data:`lock_descriptors`), creates thread locks again
+(:func:`in_forked_children`), and runs no finalizers of the parent (:func:`when_dropped`).
 """
 
 from __future__ import annotations
@@ -24,42 +24,54 @@ if TYPE_CHECKING:
 
 
 class Owned:
-    """Base of what belongs to the process that made it; the constructor calls :meth:`_belong_here`."""
+    """Base class of objects that belong to the process that created them; constructors call :meth:`_set_owner`."""
 
-    # Libraries put objects into classes of their own, which must have the same layout.
+    # Empty slots keep the layout of instances unchanged: other libraries assign their own subclasses to an object's
+    # __class__, which requires equal layouts.
     __slots__ = ()
     _generation: int
 
-    _refusal: ClassVar[str] = "this object was made before fork(): it is the parent process's"
-    """What a forked child is told that uses it."""
+    _refusal: ClassVar[str] = (
+        "this object was created before fork() and belongs to the parent process"
+    )
+    """The message of the RuntimeError that a forked child gets when it uses the object."""
 
-    def _belong_here(self) -> None:
-        """Belong to this process from now on."""
+    def _set_owner(self) -> None:
+        """Record this process as the owner."""
         self._generation = _core.fork_generation()  # type: ignore[misc]  # in subclasses
 
     @property
     def is_parents(self) -> bool:
-        """Whether this is a forked child: it may close what it has inherited, no more."""
+        """Whether this process is a forked child of the object's owner, and may only close the object's descriptors."""
         return self._generation != _core.fork_generation()
 
     def _check_process(self) -> None:
-        """Raise RuntimeError in a forked child, which cannot have the object's locks either."""
+        """Raise RuntimeError in a forked child.
+
+        Another thread of the parent may have held the object's locks during fork(); in the child they stay locked.
+        """
         if self.is_parents:
             raise RuntimeError(self._refusal)
 
 
 def in_forked_children(function: Callable[[], object]) -> Callable[[], object]:
-    """Decorate a function that makes anew, in a forked child, what another thread may have held at fork()."""
+    """Register a function that runs in each forked child, and return it.
+
+    Such functions replace locks that another thread of the parent may have held during fork().
+    """
     os.register_at_fork(after_in_child=function)
     return function
 
 
 forked_with_obstore = False
-"""Whether this is a forked child whose parent had obstore, which would wait for ever for that process's threads."""
+"""Whether this process is a forked child of a process that had imported obstore.
+
+obstore would wait for ever in such a child, because its threads exist only in the parent.
+"""
 
 
 @in_forked_children
-def _note_obstore() -> None:
+def _check_for_obstore() -> None:
     global forked_with_obstore
     forked_with_obstore |= "obstore" in sys.modules
 
@@ -67,52 +79,56 @@ def _note_obstore() -> None:
 def when_dropped(
     owner: object, function: Callable[..., object], *arguments: Any
 ) -> weakref.finalize[..., Any]:
-    """Call a function when an object goes, or the result is called: once, not at the interpreter's end, in no child."""
-    finalizer = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
-    finalizer.atexit = False  # threads may still be at it
+    """Call a function once when ``owner`` is deleted or when the returned finalizer is called.
+
+    The function is not called at interpreter exit, and not in a forked child.
+    """
+    finalizer = weakref.finalize(owner, _call_in_process, os.getpid(), function, *arguments)
+    finalizer.atexit = False  # threads may still be using the object at exit
     return finalizer
 
 
-def _in_process(process: int, function: Callable[..., object], *arguments: Any) -> None:
+def _call_in_process(process: int, function: Callable[..., object], *arguments: Any) -> None:
     if os.getpid() == process:
         function(*arguments)
 
 
 class LockDescriptors:
-    """Descriptors of files with locks: a forked child closes its own, and the parent's keep the locks."""
+    """The descriptors of locked files. A forked child closes its copies, and the parent keeps the locks."""
 
     def __init__(self) -> None:
-        self._held: dict[int, int] = {}  # which process has each
+        self._owners: dict[int, int] = {}  # by descriptor: the id of the process that locked it
         in_forked_children(self._close_all)
 
     def __contains__(self, descriptor: object) -> bool:
-        return descriptor in self._held
+        return descriptor in self._owners
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._owners)
 
     def add(self, descriptor: int) -> None:
-        """Take a descriptor."""
-        self._held[descriptor] = os.getpid()
+        """Record a descriptor as locked by this process."""
+        self._owners[descriptor] = os.getpid()
 
     def unlock(self, descriptor: int, unlock: Callable[[], object]) -> None:
-        """Unlock a file and close it, if it is still held, and this process's; failures are passed over.
+        """Call ``unlock`` and close the descriptor, if this process has locked it; an OSError is ignored.
 
-        Closing is not enough while a child that was forked without Python's knowledge has the file open.
+        Closing alone would not release the lock while a child that was forked by C code, without Python's fork
+        handlers, has the file open.
         """
-        if self._held.get(descriptor) != os.getpid():
+        if self._owners.get(descriptor) != os.getpid():
             return
         with contextlib.suppress(OSError):
             unlock()
-        self._held.pop(descriptor, None)
-        # Remote file systems may refuse it, and what was written here is in other files.
+        self._owners.pop(descriptor, None)
+        # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
     def _close_all(self) -> None:
-        for descriptor in self._held:
+        for descriptor in self._owners:
             os.close(descriptor)
-        self._held.clear()
+        self._owners.clear()
 
 
 lock_descriptors = LockDescriptors()
@@ -122,23 +138,28 @@ _SIGNALS = sorted(map(int, signal.valid_signals()))
 
 
 class Interrupts:
-    """Holds signals back while something is done that must not be left half done.
+    """Deferral of signals during an operation that must not be interrupted midway.
 
-    Every handler that is written in Python may raise: that of SIGTERM often does, so that a training can end well.
+    Any signal handler written in Python may raise an exception, which would interrupt the operation. Handlers of
+    SIGTERM often do so, to end a training run cleanly.
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._came: list[int] = []
-        self._defers = False  # in the main thread
+        self._count = 0  # how often SIGINT has arrived in the deferred() block
+        self._received: list[int] = []
+        self._defers = False  # whether the main thread is in a deferred() block
 
-    def insisted(self) -> bool:
-        """Return whether Ctrl-C has come twice: then a wait for a drive should be given up."""
+    def was_repeated(self) -> bool:
+        """Return whether SIGINT has arrived twice during the block; the operation should then not wait for a drive."""
         return self._count > 1
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Hold them back; afterwards call their handlers. Other threads are never interrupted anyway."""
+        """Defer signals during the block, then call their handlers.
+
+        In other threads than the main thread this does nothing, because Python runs signal handlers only in the main
+        thread.
+        """
         self._count = 0
         if self._defers or threading.current_thread() is not threading.main_thread():
             yield
@@ -147,29 +168,34 @@ class Interrupts:
         handlers: dict[int, Any] = {}
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            if callable(handler) and handler != self._note:  # not those that are held back already
+            if (
+                callable(handler) and handler != self._record
+            ):  # a signal handler that runs while an outer block ends may find _record in place of a handler
                 handlers[number] = handler
         for number in handlers:
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
         try:
             yield
         finally:
             self._defers = False
             if handlers:
-                came, self._came, self._count = self._came, [], 0
+                received, self._received, self._count = self._received, [], 0
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                # Also where something has failed: that is the context of what a handler raises.
-                _call([(handlers[each], each) for each in dict.fromkeys(came) if each in handlers])
+                # The handlers are called even if the block has raised. If a handler raises, too, the exception of the
+                # block becomes the __context__ of the handler's exception.
+                _call(
+                    [(handlers[each], each) for each in dict.fromkeys(received) if each in handlers]
+                )
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._came.append(number)
+    def _record(self, number: int, _: FrameType | None) -> None:
+        self._received.append(number)
         if number == signal.SIGINT:
             self._count += 1
 
 
 def _call(handlers: list[tuple[Any, int]]) -> None:
-    """Call all handlers, whatever one of them raises."""
+    """Call all handlers, even if one of them raises."""
     if handlers:
         handler, number = handlers[0]
         try:

@@ -1,19 +1,20 @@
-"""Which bytes of a file hold a part of a tensor: arithmetic only.
+"""Arithmetic that finds the bytes of a file which hold a part of a tensor. It does no I/O.
 
-A stored tensor lies in a file in C order. What is wanted of it is a slice (offsets and lengths in each dimension), or
-positions of each dimension. Places in a tensor are counted in elements, those in a file in bytes.
+A tensor is stored in a file in C order. A selection from it is a slice (offsets and lengths in each dimension), or a
+list of positions in each dimension. Positions in a tensor are counted in elements, offsets in a file in bytes.
 
 run
-    Bytes that lie together and are all wanted: :func:`runs`.
+    Consecutive bytes that are all selected: :func:`runs`.
 slab
-    A box of a slice whose elements lie close together, so that one read gets them, and which is small enough to go
-    through a buffer: :func:`slabs`.
+    A part of a slice that is itself a slice (a box) and that one read gets: its elements are close together in the
+    file, and the read fits into a buffer: :func:`slabs`.
 row
-    Elements that lie in one run in the file and in memory: :func:`rows`.
+    Elements that are contiguous both in the file and in memory: :func:`rows`.
 window
-    Bytes to be read in one piece (:func:`read_plan`): runs that are large, or lie far apart, as they are, one behind
-    the other: into the result. Runs that are tiny and dense (a few columns of a matrix) with what lies between them, a
-    bounded window at a time, to be picked out of it. No drive reads less than that any faster.
+    Bytes that are read in one piece: :func:`read_plan`. A run that is large, or far from the next run, is a window of
+    its own, which is read directly into the result. Runs that are tiny and close together (a few columns of a matrix)
+    are read together with the bytes between them, in windows of bounded size, and then copied from the window to the
+    result. Skipping the bytes between such runs would not be faster on any drive.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-# Runs of fewer bytes, with fewer bytes between them on average, are read together: about what a drive reads in the time
-# that another read takes.
+# Runs with fewer than TINY_NBYTES bytes, and on average fewer than GAP_NBYTES between them, are read together in one
+# window. A drive transfers about GAP_NBYTES in the time that one more read takes.
 TINY_NBYTES = 16 << 10
 GAP_NBYTES = 8 << 10
-# The same for memory of a GPU, to which each run would be a copy of its own.
+# In place of GAP_NBYTES for a result in GPU memory. It is larger, because each window is a separate copy to the GPU.
 GPU_GAP_NBYTES = 64 << 10
-# Of bytes that are read to pick some out of them, at a time.
+# The maximum size of a window that also has bytes which are not selected.
 WINDOW_NBYTES = 8 << 20
 
 
 class Slab(NamedTuple):
-    """A box of a slice.
+    """A box of a slice that one read gets.
 
     Attributes
     ----------
     begin : int
-        Place of its first element in the stored tensor.
+        The position of the box's first element in the stored tensor.
     span : int
-        Elements from its first to its last, what lies between included.
+        The number of elements of the stored tensor from the box's first to its last, including those between them that
+        are not selected.
     offsets : tuple of int
-        Where in the slice it begins.
+        The start of the box in each dimension, counted from the start of the slice.
     lengths : tuple of int
-        Its size.
+        The length of the box in each dimension.
     """
 
     begin: int
@@ -58,7 +60,7 @@ class Slab(NamedTuple):
 
 
 def strides_of(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """Return the strides of a tensor in C order, in elements or bytes."""
+    """Return the strides of a tensor in C order: in elements, or in bytes if ``itemsize`` is an element's size."""
     strides = [itemsize] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * sizes[dim + 1]
@@ -66,7 +68,7 @@ def strides_of(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def is_inside(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Return whether a slice lies within a tensor."""
+    """Return whether a slice is inside a tensor."""
     return len(sizes) == len(offsets) == len(lengths) and all(
         offset >= 0 and length >= 0 and offset + length <= size
         for size, offset, length in zip(sizes, offsets, lengths, strict=True)
@@ -74,16 +76,16 @@ def is_inside(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[in
 
 
 class Runs(NamedTuple):
-    """Where chosen positions lie: one run for each combination of those of the first ``dims`` dimensions.
+    """The runs of a selection: one run for each combination of positions in the first ``dims`` dimensions.
 
     Attributes
     ----------
     dims : int
-        So many dimensions choose among runs; the others are within them.
+        The number of leading dimensions that select a run; the other dimensions are inside the runs.
     begin : int
-        Place of the first run, by the first position of every dimension.
+        The start of the first run in the stored tensor, in the unit in which :func:`runs` counts.
     length : int
-        Of a run. Both are in units of ``itemsize``.
+        The length of a run, in the same unit.
     """
 
     dims: int
@@ -92,7 +94,10 @@ class Runs(NamedTuple):
 
 
 def runs(positions: Sequence[Sequence[int]], sizes: Sequence[int], itemsize: int = 1) -> Runs:
-    """Return the longest runs of positions, ascending in each dimension, of which each has some."""
+    """Return the longest runs of a selection: in bytes, or in elements if ``itemsize`` is 1.
+
+    ``positions`` has the selected positions of each dimension: at least one, in ascending order.
+    """
     strides = strides_of(sizes, itemsize)
     dims, length = len(sizes), itemsize
     while dims > 0:
@@ -101,13 +106,13 @@ def runs(positions: Sequence[Sequence[int]], sizes: Sequence[int], itemsize: int
         if count > 1 and not (strides[dims - 1] == length and chosen[-1] - chosen[0] == count - 1):
             break
         dims, length = dims - 1, length * count
-    return Runs(dims, _place(strides, [chosen[0] for chosen in positions]), length)
+    return Runs(dims, _flat_index(strides, [chosen[0] for chosen in positions]), length)
 
 
 def contiguous_run(
     sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return (place of the first element, count) of a slice whose elements lie in one run; None if they do not."""
+    """Return (position of the first element, count) of a slice that is a single run, else None."""
     if math.prod(lengths) == 0:
         return 0, 0
     ranges = [range(at, at + count) for at, count in zip(offsets, lengths, strict=True)]
@@ -116,18 +121,18 @@ def contiguous_run(
 
 
 class Rows(NamedTuple):
-    """A slice as rows of elements that lie in one run each, in the file and in memory.
+    """A slice as rows of elements, each contiguous in the file and in memory.
 
     Attributes
     ----------
     dims : int
-        So many dimensions count rows; the others are within them.
+        The number of leading dimensions that select a row; the other dimensions are inside the rows.
     length : int
-        Elements of a row.
+        The number of elements in a row.
     begin : int
-        Place of the slice's first element in the stored tensor.
+        The position of the slice's first element in the stored tensor.
     strides : tuple of int
-        What an index in each of these dimensions adds to that.
+        The strides of the leading dimensions in the stored tensor.
     """
 
     dims: int
@@ -136,8 +141,8 @@ class Rows(NamedTuple):
     strides: tuple[int, ...]
 
     def place(self, index: Sequence[int]) -> int:
-        """Return the place of a row's first element in the stored tensor."""
-        return self.begin + _place(self.strides, index)
+        """Return the position of a row's first element in the stored tensor."""
+        return self.begin + _flat_index(self.strides, index)
 
 
 def rows(
@@ -146,7 +151,11 @@ def rows(
     lengths: Sequence[int],
     memory_strides: Sequence[int],
 ) -> Rows | None:
-    """Return the longest rows of a slice and a tensor of its size; None where elements share memory, or are none."""
+    """Return the longest rows of a slice that are contiguous in the file and in the tensor in memory.
+
+    The tensor in memory has the shape ``lengths`` and the strides ``memory_strides``. Return None if its elements
+    overlap, or if the slice is empty.
+    """
     needed = 1
     for stride, length in sorted(zip(memory_strides, lengths, strict=True)):
         if length == 0 or (length > 1 and stride < needed):
@@ -160,7 +169,7 @@ def rows(
             break
         dims -= 1
         count *= length
-    return Rows(dims, count, _place(strides, offsets), strides[:dims])
+    return Rows(dims, count, _flat_index(strides, offsets), strides[:dims])
 
 
 def slabs(
@@ -171,23 +180,24 @@ def slabs(
     max_span: int,
     max_gap: int,
 ) -> Iterator[Slab]:
-    """Cut a slice into slabs, in the order in which they begin.
+    """Divide a slice into slabs and yield them in the order of their positions.
 
     Parameters
     ----------
     sizes, offsets, lengths : sequence of int
-        The stored tensor, and the slice of it.
+        The sizes of the stored tensor, and the slice.
     max_span : int
-        The longest span a slab may have, in elements, at least 1.
+        The longest allowed span of a slab in elements, at least 1.
     max_gap : int
-        Unwanted elements in a row beyond which two parts are no slab.
+        The largest number of consecutive elements inside a slab that are not selected.
     """
     if math.prod(lengths) == 0:
         return
     strides = strides_of(sizes)
     count = len(sizes)
-    # Dimensions before `grouped` are taken one index at a time: they have gaps, or more in one index than a slab holds.
-    # Of `grouped` as many indices are taken as fit.
+    # A slab has a single index of each dimension before `grouped`, as many consecutive indices of the dimension
+    # `grouped` as fit, and all selected indices of the later dimensions. The dimension before `grouped` is the last one
+    # that cannot have several indices in a slab: the gap between them exceeds max_gap, or one index exceeds max_span.
     grouped = 0
     for dim in range(count):
         inner = _span(strides[dim + 1 :], lengths[dim + 1 :])
@@ -205,7 +215,7 @@ def slabs(
             box = (min(step, lengths[grouped] - first), *inner_lengths)
             place = (*index, first, *rest)
             yield Slab(
-                _place(strides, _sum(offsets, place)),
+                _flat_index(strides, _add(offsets, place)),
                 _span(strides[grouped:], box),
                 place,
                 (1,) * grouped + box,
@@ -213,16 +223,16 @@ def slabs(
 
 
 class Window(NamedTuple):
-    """Bytes of a tensor to be read in one piece.
+    """Bytes of a tensor that are read in one piece.
 
     Attributes
     ----------
     begin, nbytes : int
-        Where they are, from the tensor's first byte.
+        The range, counted from the tensor's first byte.
     row : int
-        Which of the result's rows they are for: of all combinations of positions of the dimensions before ``split``.
+        The row of the result, numbered over all combinations of positions in the dimensions before ``split``.
     first, stop : int
-        And which positions of that dimension.
+        The window has the selected positions number ``first`` to ``stop`` (exclusive) of the dimension ``split``.
     """
 
     begin: int
@@ -238,11 +248,12 @@ class ReadPlan(NamedTuple):
     Attributes
     ----------
     split : int
-        The dimension of which a window has several positions; there may be none.
+        The first dimension of which a window has several selected positions; the number of dimensions if a window has
+        only one position of each.
     exact : bool
-        Whether nothing is read that is not wanted: the windows, one behind the other, are the result.
+        Whether only selected bytes are read: the bytes of the windows, one after the other, are then the result.
     windows : iterable of Window
-        In the order of the bytes, none of which is in two of them.
+        The windows in ascending order; they do not overlap.
     """
 
     split: int
@@ -257,7 +268,7 @@ def read_plan(
     *,
     on_host: bool = True,
 ) -> ReadPlan:
-    """Return which bytes of a tensor have the positions, of which every dimension must have some."""
+    """Return which bytes of a tensor a selection needs; every dimension must have at least one position."""
     strides = strides_of(shape, itemsize)
     leading, begin, unit = runs(positions, shape, itemsize)
     gap_nbytes = GAP_NBYTES if on_host else GPU_GAP_NBYTES
@@ -289,7 +300,10 @@ def _windows(
     unit: int,
     exact: bool,
 ) -> Iterator[Window]:
-    """Return what each combination of leading positions needs; where it is picked from, perhaps in several pieces."""
+    """Yield the window of each combination of leading positions.
+
+    A window that has bytes which are not selected is divided into several if it would exceed WINDOW_NBYTES.
+    """
     pieces = [(0, 0, len(positions[split]) if split < len(positions) else 1, unit)]
     if not exact and unit > WINDOW_NBYTES:
         pieces = list(_split(positions[split], strides[split], unit))
@@ -301,8 +315,13 @@ def _windows(
 
 
 def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut what is read for a dimension's positions: offset, first and last position, bytes."""
-    inner = unit - (chosen[-1] - chosen[0]) * stride  # for each of them, less than TINY_NBYTES
+    """Divide a window between positions of the dimension ``split``.
+
+    Yield (offset in the window, number of the first position, number after the last position, bytes) for each part.
+    """
+    inner = (
+        unit - (chosen[-1] - chosen[0]) * stride
+    )  # the bytes of one position, fewer than TINY_NBYTES
     first = 0
     for at in range(1, len(chosen) + 1):
         if at == len(chosen) or (chosen[at] - chosen[first]) * stride + inner > WINDOW_NBYTES:
@@ -312,9 +331,10 @@ def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int,
 
 
 def segments_of(windows: Sequence[Window], data: Any) -> tuple[list[Any], int]:
-    """Return what a transfer of windows is given: parts of ``data``, which has room for all, and gaps between them.
+    """Return the segments and the offset of one transfer that reads windows into ``data``, one after the other.
 
-    Also where it begins, from the tensor's first byte.
+    A segment is a part of ``data`` that a window fills, or the number of bytes to skip between two windows. The offset
+    is counted from the tensor's first byte.
     """
     begin = at = windows[0].begin
     segments: list[Any] = []
@@ -329,9 +349,12 @@ def segments_of(windows: Sequence[Window], data: Any) -> tuple[list[Any], int]:
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the order of dimensions in which a tensor is in C order; None if its elements do not fill one range."""
+    """Return the order of dimensions for which the permuted tensor is in C order in memory.
+
+    Return None if there is no such order, because the elements are not contiguous.
+    """
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1, dim))
-    # Strides of dimensions of length 1 say nothing; those dimensions may stand anywhere.
+    # The strides of dimensions of length 1 are arbitrary, so these dimensions are ignored.
     expected = 1
     for dim in reversed(order):
         if sizes[dim] != 1:
@@ -342,13 +365,13 @@ def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def _span(strides: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the elements from the first to the last of a box, both included."""
+    """Return the number of elements from the first to the last element of a box, both included."""
     return 1 + sum((length - 1) * stride for stride, length in zip(strides, lengths, strict=True))
 
 
-def _place(strides: Sequence[int], index: Sequence[int]) -> int:
+def _flat_index(strides: Sequence[int], index: Sequence[int]) -> int:
     return sum(stride * i for stride, i in zip(strides, index, strict=True))
 
 
-def _sum(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))

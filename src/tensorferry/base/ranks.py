@@ -1,6 +1,6 @@
-"""Ranks that act as one: what fails on one of them is raised on all, and memory goes from one to another.
+"""Collective operations of ranks: an error of one rank is raised on all, and ranks send memory to each other.
 
-Imports torch.distributed: only those import this who have a process group.
+This module imports torch.distributed, so import it only when there is a process group.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 Broadcast = Literal["auto", True, False]
 
-# What a rank says before memory goes around; of what ranks say the highest counts.
+# Votes of a rank in Relay.agree(), before memory is exchanged: no error, an error, or the end of the exchange. The
+# highest vote of all ranks decides. A rank that ends early votes _LEFT plus its number, which names it to the others.
 _FINE, _FAILED, _LEFT = 0, 1, 2
 
 
 class Ranks:
-    """The ranks of a process group; without a group, this process."""
+    """The ranks of a process group; without a group, only this process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,9 +40,9 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def call(self, function: Callable[[], T]) -> list[T]:
-        """Call a function on each rank, and return what each returned, which should be small.
+        """Call a function on each rank, and return the results of all ranks; a result should be small.
 
-        The failure of the first rank that has one is raised on all, so that they decide alike.
+        If ranks fail, all ranks raise the error of the first one that failed, which makes them take the same decision.
         """
         answer: list[T] = []
         own: BaseException | None = None
@@ -62,14 +63,14 @@ class Ranks:
 
 
 class Relay:
-    """Memory that ranks hand to each other, in steps; before each of them all ranks agree that nothing has failed.
+    """An exchange of memory between ranks in steps; before each step all ranks agree that none has failed.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        Who takes part; None for all ranks.
+        The ranks that take part; None for all ranks.
     device : torch.device
-        Whose memory it is; :func:`device_of` says what a group can move.
+        The device of the memory; :func:`device_of` returns the one that is best for a group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -78,14 +79,14 @@ class Relay:
         self._device = device
 
     def agree(self, failure: BaseException | None) -> None:
-        """Return if nothing has failed on any rank; ``failure`` is what has on this one.
+        """Return if no rank has failed; ``failure`` is the error of this rank, or None.
 
         Raises
         ------
         Exception
-            The failure of the first rank that has one.
+            The error of the first rank that failed.
         RuntimeError
-            A rank has left.
+            A rank has called :meth:`leave`.
         """
         vote = torch.empty(1, dtype=torch.int32, device=self._device)
         vote.fill_(_FINE if failure is None else _FAILED)
@@ -94,34 +95,37 @@ class Relay:
         if outcome == _FINE:
             return
         if outcome >= _LEFT:
-            left = f"rank {outcome - _LEFT} has ended its load early, and the others need its part"
+            left = f"rank {outcome - _LEFT} ended its load early, but the other ranks need its part"
             raise failure or RuntimeError(left)
 
-        def tell() -> None:
+        def raise_failure() -> None:
             if isinstance(failure, Exception):
                 raise failure
             if failure is not None:
-                raise RuntimeError(f"another rank was stopped by {failure!r}")
+                raise RuntimeError(f"another rank was interrupted by {failure!r}")
 
         try:
-            Ranks(self.group).call(tell)
+            Ranks(self.group).call(raise_failure)
         except Exception as error:
             if failure is None or isinstance(failure, Exception):
                 raise
             raise failure from error
 
     def leave(self) -> None:
-        """Have the next :meth:`agree` of all other ranks fail. Does not wait for them."""
+        """Make the next :meth:`agree` of all other ranks fail, without waiting for them."""
         vote = torch.full((1,), _LEFT + self.rank, dtype=torch.int32, device=self._device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def hand_on(
+    def exchange(
         self,
         own: torch.Tensor,
         receivers: Iterable[int],
         others: Iterable[tuple[int, torch.Tensor]],
     ) -> list[Any]:
-        """Begin to send memory to ranks, and to fill that of others with theirs; return what to wait for."""
+        """Start to send ``own`` to the receivers and to fill the tensors of ``others``; return torch's work handles.
+
+        ``others`` has pairs of a sending rank and the tensor that its message fills.
+        """
         group = self.group
         assert group is not None
 
@@ -135,13 +139,13 @@ class Relay:
 
 
 @contextlib.contextmanager
-def plain_failures(is_last_choice: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Raise, in the place of torch's exception for all ranks, what failed on the first one.
+def first_rank_error(is_last_choice: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Replace torch's CheckpointException, which has the errors of all ranks, with that of the first failed rank.
 
     Parameters
     ----------
     is_last_choice : function of an exception
-        Whether failures of other ranks are to be raised before it.
+        Returns whether errors of other ranks take precedence over an exception, even if their ranks are higher.
     """
     try:
         yield
@@ -151,35 +155,39 @@ def plain_failures(is_last_choice: Callable[[BaseException], bool]) -> Iterator[
 
 
 def checked_broadcast(broadcast: Broadcast) -> Broadcast:
-    """Return what was given as ``broadcast=``, or raise ValueError."""
+    """Return the argument ``broadcast``, or raise ValueError if it is invalid."""
     if not any(broadcast is each for each in ("auto", True, False)) and broadcast != "auto":
-        raise ValueError(f"broadcast: {broadcast!r} is none of 'auto', True, False")
+        raise ValueError(f"broadcast: {broadcast!r} is not one of 'auto', True, False")
     return broadcast
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Return whose memory a group moves fastest: this rank's GPU with NCCL, else the host's."""
-    if moves(group, "cuda") and torch.cuda.is_available():
+    """Return the device with memory that a group moves fastest; None if the group can move neither kind of memory.
+
+    It is this rank's GPU if the group uses NCCL, else the CPU.
+    """
+    if can_move(group, "cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if moves(group, "cpu") else None
+    return torch.device("cpu") if can_move(group, "cpu") else None
 
 
-def moves(group: dist.ProcessGroup | None, kind: str) -> bool:
-    """Return whether a group moves memory of "cpu" or "cuda" from rank to rank."""
+def can_move(group: dist.ProcessGroup | None, kind: str) -> bool:
+    """Return whether a group can send memory of "cpu" or "cuda" from rank to rank."""
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     return kind in backends and (kind != "cuda" or backends[kind] == "nccl")
 
 
 def is_worthwhile(kind: str, path: str | os.PathLike[str]) -> bool:
-    """Return whether to read once what several ranks want, and hand it on in memory of "cpu" or "cuda".
+    """Return whether bytes that several ranks need should be read by one rank and sent to the others.
 
-    By gloo, memory of CPUs goes from rank to rank more slowly than local drives and the page cache give it.
+    ``kind`` is the memory that is sent, "cpu" or "cuda". For host memory this is only worthwhile for remote files,
+    because gloo, which sends it, is slower than local drives and the page cache.
     """
     return kind == "cuda" or is_url(os.fspath(path)) or is_remote(Path(path))
 
 
-def node() -> str:
-    """Return what ranks of the same machine have in common, in whatever containers they are."""
+def node_identity() -> str:
+    """Return an identity of this machine that is equal for all its ranks, even in different containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -187,6 +195,7 @@ def node() -> str:
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
+    """Return an error itself if it can be pickled, else a RuntimeError with its type's name and its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

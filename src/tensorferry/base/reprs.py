@@ -1,4 +1,4 @@
-"""What objects say that they are."""
+"""Robust ``__repr__`` methods."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def once_made(show: Callable[[_T], str]) -> Callable[[_T], str]:
-    """Make a ``__repr__`` that is any object's where the constructor raised: a traceback may show such, half made."""
+def safe_repr(show: Callable[[_T], str]) -> Callable[[_T], str]:
+    """Decorate a ``__repr__`` to fall back to ``object.__repr__`` for an object that is not fully initialized.
+
+    A traceback may show such an object after its constructor has raised.
+    """
 
     @functools.wraps(show)
-    def shown(self: _T) -> str:
+    def wrapper(self: _T) -> str:
         try:
             return show(self)
         except AttributeError:
             return object.__repr__(self)
 
-    return shown
+    return wrapper

@@ -1,8 +1,9 @@
-"""Checkpoints in torch's own format: at the drive's speed, safe against crashes, verified.
+"""Checkpoints in torch's own formats: fast, crash-safe and verified.
 
-For torch.distributed.checkpoint there are :class:`FileSystemWriter`, :class:`FileSystemReader` and :class:`Stager`; for
-what people do with torch.save and torch.load :func:`save`, :func:`load` and :class:`FileWriter`. :class:`Checkpoints`
-keeps those of a training, and resumes from them. :func:`verify` checks what lies on the drive. All of it needs torch.
+For torch.distributed.checkpoint there are :class:`FileSystemWriter`, :class:`FileSystemReader` and :class:`Stager`; in
+place of torch.save and torch.load there are :func:`save`, :func:`load` and :class:`FileWriter`. :class:`Checkpoints`
+manages the checkpoints of a training, and resumes from them. :func:`verify` checks stored checkpoints. Everything needs
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.writer import FileSystemWriter as FileSystemWriter
     from tensorferry.checkpoint.tools import verify as verify
 
-# Imported when they are asked for: torch.distributed takes its time, and save() does without.
+# Imported on first use: torch.distributed is slow to import, and save() does not need it.
 _MODULES = {
     "CheckpointError": "errors",
     "Checkpoints": "manager",

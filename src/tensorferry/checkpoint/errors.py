@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, as an exception that says where."""
+"""Errors of checkpoints, which locate the problem by file, names and bytes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or not what it says it is.
+    """A checkpoint is damaged, incomplete or invalid.
 
     Attributes
     ----------
     reason : str
-        What is wrong.
+        The problem. The message puts path and names before it, so "it" in the reason is the file or the entry.
     path : str
-        The file in which it is wrong.
+        The file with the problem.
     names : tuple of str
-        The tensors (or other entries) concerned, where that is known.
+        The affected tensors or other entries, where they are known.
     begin, end : int or None
-        The bytes of the file concerned, where that is known: from ``begin`` up to, not including, ``end``.
+        The affected bytes of the file, ``end`` not included, where they are known.
     """
 
     def __init__(
@@ -49,27 +49,28 @@ class CheckpointError(ValueError):
         return f"{where}: {self.reason}" if where else self.reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Other ranks are told of it by pickle.
+        # Other ranks receive the error as a pickle.
         return _rebuild, (type(self), self.reason, self.path, self.names, self.begin, self.end)
 
 
 class RefusedCheckpointError(CheckpointError):
-    """The bytes are those that were written, but they hold something that is not read without trust: no damage."""
+    """The bytes are undamaged, but their content is refused, such as an object that needs ``trust_pickle=True``."""
 
 
 class NotACheckpointError(CheckpointError):
-    """What is there is something else, of which nothing can be said here."""
+    """The file is not a checkpoint, so it cannot be verified."""
 
 
 class MirrorError(RuntimeError):
-    """A checkpoint is not in the bucket where it was to be mirrored, or what is there cannot be told.
+    """A checkpoint could not be mirrored to a bucket, or the bucket's contents cannot be determined.
 
-    The message names the bucket, and key and status where the store has refused something. The local one is whole.
+    The message has the bucket, and the key and status of a request that the store refused. The local checkpoint is
+    complete.
     """
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what the system refused: torch.save, told of it, fails once more as it closes the archive."""
+    """Return the OSError behind an error of torch.save, which raises another one when it closes the archive."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

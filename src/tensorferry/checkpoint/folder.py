@@ -1,24 +1,26 @@
-"""A folder of checkpoints, one for each step: what is in it, what dead saves left, and taking away what may go.
+"""A folder of checkpoints, one for each step: listing, cleaning up after dead saves, and removal.
 
-``step_00001000`` is a checkpoint of torch.distributed.checkpoint, and counts from when it has its ``.metadata``. Until
-then it has a file ``.tensorferry-unfinished``, by which a later save knows what is left of one that died. What is to go
-gets another name first, ``.tensorferry-removed.*``: nothing half removed is ever taken for a checkpoint. Checkpoints
-behind one that a training went back to are called ``.tensorferry-abandoned.*``. All else is left alone, and so is what
-symbolic links in the folder, or in its checkpoints, lead to, and what is being loaded.
+``step_00001000`` is a checkpoint of torch.distributed.checkpoint, which is complete once it has its ``.metadata``.
+Until then a file ``.tensorferry-unfinished`` marks the folder, so that a later save can identify it if this save dies.
+A checkpoint is renamed to ``.tensorferry-removed.*`` before it is removed, so a half-removed one is never mistaken for
+a checkpoint. When a training has returned to an older step, the checkpoints of later steps are renamed to
+``.tensorferry-abandoned.*``. Other files are left alone, and so are checkpoints that are being loaded or that symbolic
+links, in the folder or in its checkpoints, refer to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.base.file_locks import unread
+from tensorferry.base.file_locks import writer_lock
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.steps import name_of, stays, step_of, superfluous
+from tensorferry.checkpoint.steps import is_permanent, name_of, step_of, superfluous
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.savers import Saver
@@ -39,37 +41,41 @@ class Folder:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, whether it exists or not."""
         return self.root / name_of(step)
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints, in order."""
+        """Return the steps that have checkpoints, in order."""
         try:
             paths = list(self.root.iterdir())
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise self._is_a_file() from error
         return sorted(
-            step for path in paths if (step := _step_of(path)) is not None and _is_whole(path)
+            step for path in paths if (step := _step_of(path)) is not None and _is_complete(path)
         )
 
     def begin(self, step: int, *, replace: bool) -> Saver:
-        """Set aside what dead saves left, and make place for a step; the result shows others that it is alive.
+        """Clean up after dead saves, and create the folder of a step; the returned locks mark the save as alive.
 
         Raises
         ------
         ValueError
             There is a checkpoint of this step, and it may not be replaced.
         """
+        if self.root.is_file():
+            raise self._is_a_file()
         publication.make_directory(self.root)
         saver, path = Saver(self.root, None), self.path(step)
         try:
-            with saver.alone() as alone, contextlib.suppress(OSError):
+            with saver.exclusive() as alone, contextlib.suppress(OSError):
                 for each in list(self.root.iterdir()) if alone else ():
                     _clear_leftovers(each)
-            if not replace and _is_whole(path):
+            if not replace and _is_complete(path):
                 raise ValueError(
-                    f"step: there is a checkpoint of step {step}, {str(path)!r}; restore() an older one before, or "
-                    "overwrite=True"
+                    f"step: a checkpoint of step {step} exists: {str(path)!r} (remedies: overwrite=True; or call "
+                    "restore() for an older step, after which later steps may be saved again)"
                 )
             publication.make_directory(path)
             (path / _UNFINISHED).touch()
@@ -78,12 +84,16 @@ class Folder:
             raise
         return saver
 
+    def _is_a_file(self) -> NotADirectoryError:
+        problem = "the folder of the checkpoints cannot be here, because this is a file"
+        return NotADirectoryError(errno.ENOTDIR, problem, str(self.root))
+
     def end(self, step: int) -> None:
-        """Take the mark of an unfinished save off a step."""
+        """Remove the mark of an unfinished save from a step."""
         (self.path(step) / _UNFINISHED).unlink(missing_ok=True)
 
     def abandon(self, steps: Iterable[int]) -> list[int]:
-        """Set checkpoints aside, so that none of them is restored; return the steps of those that must stay."""
+        """Set checkpoints aside to exclude them from restore(); return the steps that stay because they are in use."""
         links = self._links()
         return [
             step
@@ -95,18 +105,18 @@ class Folder:
     def superfluous(
         self, step: int, keep_last: int, keep_every: int | None, damaged: Container[int]
     ) -> list[Path]:
-        """Return which checkpoints may go now that there is one of a step, and those that were set aside."""
+        """Return the checkpoints that a new checkpoint makes superfluous, including abandoned ones."""
         gone = superfluous(self.steps(), step, keep_last, keep_every, damaged)
-        going = [self.path(each) for each in gone]
+        removable = [self.path(each) for each in gone]
         for path in self.root.iterdir():
             number = _step_of(path, _ABANDONED)
-            if number is not None and not stays(number, keep_every):
-                going.append(path)
-        links = self._links() if going else []
-        return [path for path in going if not self._is_linked(path, links)]
+            if number is not None and not is_permanent(number, keep_every):
+                removable.append(path)
+        links = self._links() if removable else []
+        return [path for path in removable if not self._is_linked(path, links)]
 
     def remove(self, paths: Iterable[Path] = ()) -> list[Exception]:
-        """Remove checkpoints into which nobody saves, and what was set aside before; return what stays, and why."""
+        """Remove the given checkpoints, unless in use, and all that were set aside before; return the errors."""
         problems: list[Exception] = []
         for path in paths:
             try:
@@ -114,28 +124,30 @@ class Folder:
             except (CheckpointError, OSError) as error:
                 problems.append(error)
         try:
-            going = [path for path in self.root.iterdir() if path.name.startswith(_REMOVED)]
-            if going:
-                publication.sync_directory(self.root)  # before any of their files goes
+            removable = [path for path in self.root.iterdir() if path.name.startswith(_REMOVED)]
+            if removable:
+                # Make the renames durable before any file is removed.
+                publication.sync_directory(self.root)
         except OSError as error:
             return [*problems, error]
-        for path in going:
+        for path in removable:
             try:
                 shutil.rmtree(path)
-            except FileNotFoundError:  # another process removes it, too
+            except FileNotFoundError:  # another process removes it as well
                 pass
             except OSError as error:
                 problems.append(error)
         return problems
 
     def _is_linked(self, path: Path, links: list[tuple[Path, Path]]) -> bool:
+        """Return whether a checkpoint's path is a symbolic link, or a link outside the checkpoint leads into it."""
         return path.is_symlink() or any(
             link.parent != path and target.is_relative_to(os.path.realpath(path))
             for link, target in links
         )
 
     def _links(self) -> list[tuple[Path, Path]]:
-        """Return the symbolic links here and in checkpoints, with what they lead to."""
+        """Return the symbolic links in the folder and in checkpoints, with their targets."""
         links = []
         for path in self.root.iterdir():
             if path.is_symlink():
@@ -146,27 +158,27 @@ class Folder:
 
 
 def _step_of(path: Path, prefix: str = "") -> int | None:
-    """Return the step that a checkpoint is of by its name, or was of before it got a name with that prefix."""
+    """Return the step in a folder's name, or in the original name of one that was renamed with a prefix."""
     if not path.name.startswith(prefix):
         return None
     return step_of(path.name[len(prefix) :].partition(".")[0] if prefix else path.name)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     return (path / METADATA_NAME).exists()
 
 
 def _clear_leftovers(path: Path) -> None:
-    """Set aside what a dead save of ours began, if nothing else is in it; from a checkpoint, remove it."""
+    """Set aside a step's folder that has only files of an unfinished save; remove such files from a checkpoint."""
     if _step_of(path) is None or path.is_symlink() or not (path / _UNFINISHED).exists():
         return
     names = {each.name for each in path.iterdir()} - {_UNFINISHED}
-    if all(map(commit.is_of_a_save, names)):
+    if all(map(commit.is_save_file, names)):
         _set_aside(path)
     elif METADATA_NAME in names:
         saver = Saver(path, None)
         try:
-            with saver.alone() as alone:
+            with saver.exclusive() as alone:
                 if alone:
                     commit.remove_leftovers(path)
                     (path / _UNFINISHED).unlink()
@@ -175,19 +187,19 @@ def _clear_leftovers(path: Path) -> None:
 
 
 def _set_aside(path: Path, prefix: str = _REMOVED) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process has
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
         path.rename(path.with_name(f"{prefix}{path.name}.{secrets.token_hex(8)}"))
 
 
 def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
-    """Set a checkpoint aside unless somebody saves to it or loads it; return whether it has gone."""
+    """Set a checkpoint aside unless it is being saved or loaded; return whether it is gone."""
     saver = Saver(path, None)
     try:
-        with saver.alone() as alone, unread(path, METADATA_NAME) as is_unread:
+        with saver.exclusive() as alone, writer_lock(path, METADATA_NAME) as is_unread:
             if is_unread and (alone or not saver.reaches_all):
                 _set_aside(path, prefix)
                 return True
-    except FileNotFoundError:  # another process has
+    except FileNotFoundError:  # another process was faster
         return True
     finally:
         saver.leave()

@@ -1,6 +1,7 @@
-"""Python's collector of garbage, while many objects are made that are all kept.
+"""Suspension of Python's garbage collector while many objects are created that are all kept.
 
-It looks through all of them again each time their number has grown by a quarter: longer than it takes to make them.
+The collector would traverse all of them each time their number has grown by a quarter, which takes longer than to
+create them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Have nothing collected meanwhile: for what only computes, and ends soon."""
+def collection_paused() -> Iterator[None]:
+    """Disable garbage collection in a block; only for code that computes and ends soon."""
     if not gc.isenabled():
         yield
         return

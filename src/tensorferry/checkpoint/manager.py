@@ -1,8 +1,8 @@
-"""Checkpoints: those of one training, a folder for each step: saved behind it, thinned out, restored from.
+"""Checkpoints of one training, in a folder for each step: saved in the background, pruned, and restored.
 
-A save copies the state, and a thread saves the copy. Ranks act together (:mod:`tensorferry.base.ranks`), in a
-process group of their own, which nobody else uses while a save is on its way in its thread: each call waits for that
-first. What is done to the folder (:mod:`tensorferry.checkpoint.folder`) is done by the first rank alone.
+A save copies the state, and a thread writes the copy. Ranks act together (:mod:`tensorferry.base.ranks`), in a separate
+process group: the thread of a save uses it without interference, because each call waits for that save first. Only the
+first rank changes the folder (:mod:`tensorferry.checkpoint.folder`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry.base.checks import integer, kept_path
-from tensorferry.base.ranks import Ranks, plain_failures
-from tensorferry.base.reprs import once_made
-from tensorferry.base.warned import warn
+from tensorferry.base.caller_warnings import warn
+from tensorferry.base.checks import absolute_path, integer
+from tensorferry.base.ranks import Ranks, first_rank_error
+from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
@@ -33,17 +34,17 @@ from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from obstore.store import ObjectStore
 
     from tensorferry.checkpoint.mirror.mirror import Mirror
     from tensorferry.checkpoint.storage.savers import Saver
 
-# Ranks wait for the first one so long at a time: process groups have timeouts.
+# Ranks wait for the first rank in intervals of this length, because collectives have timeouts.
 _WAIT_SECONDS = 60.0
 
-# What the system says of files that are damaged or gone. Its other refusals an older checkpoint would meet as well.
+# The errno values of damaged or missing files. Other errors would affect an older checkpoint in the same way.
 _DAMAGE = frozenset(
     [
         errno.EBADMSG,
@@ -61,36 +62,37 @@ _DAMAGE = frozenset(
 
 
 class Checkpoints:
-    """The checkpoints of one training, in one folder that all ranks see.
+    """The checkpoints of one training, in one folder that all ranks share.
 
-    Every rank makes one, and calls :meth:`save` and :meth:`restore` as all others do; without
-    ``torch.distributed.init_process_group`` there is one rank. As a context manager it waits at the end.
+    Every rank creates an instance, and all ranks call :meth:`save` and :meth:`restore` together; without
+    ``torch.distributed.init_process_group`` there is one rank. The end of a ``with`` block waits for the last save.
 
     Parameters
     ----------
     root : str or PathLike
-        The folder; the first save makes it. The checkpoint of step 1000 is ``root/step_00001000``.
+        The folder; the first save creates it. The checkpoint of step 1000 is ``root/step_00001000``.
     keep_last : int, optional
-        Of how many steps checkpoints stay, at least 1; None: of all. After each save those before the last ones go.
+        The number of steps, at least 1, whose checkpoints are kept; None keeps all. Each save removes older ones.
     keep_every : int, optional
-        Checkpoints of steps that are multiples of this stay for good.
+        Checkpoints of steps that are multiples of this are kept permanently.
     mirror : str or (store, str), optional
-        A bucket that checkpoints follow to, by a process beside the training: an address, ``"s3://bucket/run"``, or a
-        store of obstore's and a prefix. It needs the extra ``tensorferry[remote]``.
+        A bucket to which a separate process copies the checkpoints: an address, ``"s3://bucket/run"``, or an obstore
+        store and a prefix. It needs the extra ``tensorferry[remote]``.
     mirror_keep_last : int, optional
-        As ``keep_last``, for those in the bucket; ``keep_every`` holds for these, too.
+        As ``keep_last``, for the bucket; ``keep_every`` applies to the bucket, too.
     mirror_bytes_per_second : int, optional
-        How much each rank uploads at most.
+        The maximum upload rate of each rank.
     trust_pickle : bool
         As for :class:`FileSystemReader`.
     process_group : ProcessGroup, optional
-        The ranks that save together, if these are not all: a group with a CPU backend (gloo) that nobody else uses.
+        The ranks that save together, if not all: a group with a CPU backend (gloo) that is used for nothing else.
 
     Notes
     -----
-    The drive must hold one checkpoint more than are kept, and host memory a copy of this rank's part of the state.
-    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it,
-    and while a tensorferry reader loads it (on file systems with locks of directories, as all local ones).
+    The drive needs space for one checkpoint more than are kept, and host memory for a copy of this rank's part of the
+    state. Independently of the limits, a checkpoint is kept while a symbolic link in ``root`` or in another checkpoint
+    refers to it, and while a tensorferry reader loads it (on file systems that support locks on directories, which
+    all local file systems do).
     """
 
     def __init__(
@@ -105,18 +107,25 @@ class Checkpoints:
         trust_pickle: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        of_mirror = {
+        mirror_limits = {
             "mirror_keep_last": mirror_keep_last,
             "mirror_bytes_per_second": mirror_bytes_per_second,
         }
-        for name, value in {"keep_last": keep_last, "keep_every": keep_every, **of_mirror}.items():
+        for name, value in {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            **mirror_limits,
+        }.items():
             if value is not None:
                 integer(value, name, 1)
-                if mirror is None and name in of_mirror:
-                    raise ValueError(f"{name}: {value}, but there is no mirror")
+                if mirror is None and name in mirror_limits:
+                    raise ValueError(f"{name}: only valid with a mirror (got {value})")
         if keep_every is not None and keep_last is None and mirror_keep_last is None:
-            raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
-        self._folder = Folder(Path(kept_path(root, "root")))
+            raise ValueError(
+                f"keep_every: {keep_every} has no effect without keep_last or mirror_keep_last, which limit the kept "
+                "checkpoints (remedy: pass one of them, or leave out keep_every)"
+            )
+        self._folder = Folder(Path(absolute_path(root, "root")))
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
         self._given_group = process_group
@@ -130,181 +139,192 @@ class Checkpoints:
                 keep_every=keep_every,
                 rate=mirror_bytes_per_second,
             )
+        # The steps of the checkpoints that the last restore() found to be damaged, on the drive and in the mirror.
         self._damaged: set[int] = set()
-        self._damaged_there: set[int] = set()  # in the mirror
-        self._restored: int | None = None
-        self._abandoned: list[int] = []  # known to the first rank
-        self._begin()
+        self._damaged_in_mirror: set[int] = set()
+        self._restored: int | None = None  # the step that the last restore() loaded
+        # Steps after the one that restore(step=...) loaded; the first rank renames their checkpoints at the next save.
+        self._abandoned: list[int] = []
+        self._reset()
 
-    def _begin(self) -> None:
-        """Have no save on its way: at first, and in a forked child, where none of its parent's threads are."""
+    def _reset(self) -> None:
+        """Set the state without a running save: initially, and in a forked child, which has none of the threads."""
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._stager = Stager()
         self._own_group: tuple[Any, dist.ProcessGroup] | None = None
-        self._flights: list[_Flight] = []  # at most one
+        self._running_saves: list[_RunningSave] = []  # at most one
         if self._mirror is not None:
-            self._mirror.forget()
-        weakref.finalize(self, _tell_unasked, self._flights, self._mirror, self._process)
+            self._mirror.detach()
+        weakref.finalize(self, _warn_of_failures, self._running_saves, self._mirror, self._process)
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
         given = f"keep_last={self._keep_last}, keep_every={self._keep_every}"
         given += "" if self._mirror is None else f", mirror={self._mirror}"
-        saving = [each.step for each in tuple(self._flights) if not each.done.is_set()]
+        saving = [each.step for each in tuple(self._running_saves) if not each.done.is_set()]
         state = f": saving step {saving[0]}" if saving else ""
         return f"<tensorferry.checkpoint.Checkpoints {str(self._folder.root)!r}, {given}{state}>"
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, whether it exists or not."""
         return self._folder.path(integer(step, "step"))
 
     def steps(self, *, mirrored: bool = False) -> list[int]:
-        """Return the steps of which there are checkpoints on the drive, or in the mirror, in order; none is opened."""
-        return self._needed_mirror().steps() if mirrored else self._folder.steps()
+        """Return the steps that have checkpoints on the drive, or in the mirror, in order; no checkpoint is opened."""
+        return self._require_mirror().steps() if mirrored else self._folder.steps()
 
     def latest(self, *, mirrored: bool = False) -> int | None:
-        """Return the last of :meth:`steps`, None if there is none."""
+        """Return the last step of :meth:`steps`, or None if there is none."""
         return max(self.steps(mirrored=mirrored), default=None)
 
     def save(
         self, step: int, state: dict[str, Any], wait: bool = False, *, overwrite: bool = False
     ) -> None:
-        """Save a state behind the training: when this returns it has been copied, and may change.
+        """Save a state in the background: when this returns, the state has been copied and may change.
 
-        One that is still on its way is waited for. When the new one is whole, older ones are removed.
+        If the previous save is still running, the call waits for its end before it copies the state. When the new
+        checkpoint is complete, older ones are removed.
 
         Parameters
         ----------
         step : int
             The step, the same on all ranks.
         state : dict
-            As for ``dcp.save``; objects with ``state_dict`` and ``load_state_dict`` are asked for theirs.
+            As for ``dcp.save``; objects with ``state_dict`` and ``load_state_dict`` are saved by their
+            ``state_dict()``.
         wait : bool
-            Return when it has been saved; it takes no copy then.
+            Return only when the state has been saved; no copy is made in this case.
         overwrite : bool
-            Whether it may take the place of a checkpoint of the same step, which stays until the new one is whole.
-            After :meth:`restore` it may for steps behind the restored one. After ``restore(step=...)`` the first save
-            behind that step sets aside all newer ones, as ``.tensorferry-abandoned.*``: :meth:`restore` would prefer
-            them. With ``keep_last`` they are removed when the new one is whole.
+            Whether a checkpoint of the same step may be replaced; it is kept until the new one is complete. After
+            :meth:`restore`, checkpoints of steps after the restored one may always be replaced. After
+            ``restore(step=...)`` the first save of a later step renames all checkpoints after the restored one to
+            ``.tensorferry-abandoned.*``, as :meth:`restore` would prefer them. With ``keep_last`` the renamed
+            checkpoints are removed when the new checkpoint is complete.
 
         Raises
         ------
         ValueError
-            There is a checkpoint of this step, or ranks differ in it.
+            There is a checkpoint of this step, or ranks pass different steps.
         BaseException
-            What the save before has failed with: this one has not begun. With ``wait``, what this one failed with.
+            The error of the previous save, in which case this save has not begun. With ``wait``, also the error of this
+            save.
         """
+        if isinstance(step, dict):
+            raise TypeError(
+                f"step: expected an integer, got {type(step).__name__} (the step comes first, then the state)"
+            )
         integer(step, "step", 0)
         _check_state(state)
-        with self._turn():
-            self._join()
-            self._tell_of_mirror()
-            ranks, flight = self._ranks(), _Flight(step)
+        with self._exclusive_call():
+            self._wait_for_save()
+            self._warn_of_mirror()
+            ranks, running = self._ranks(), _RunningSave(step)
             replace = overwrite or (self._restored is not None and step > self._restored)
-            held: dict[str, Any] = {}
+            copies: dict[str, Any] = {}
 
             def prepare() -> int:
                 if ranks.is_first:
-                    flight.saver = self._folder.begin(step, replace=replace)
+                    running.saver = self._folder.begin(step, replace=replace)
                     self._abandon(step)
                 return step
 
             def copy() -> None:
-                plain = _plain(state)
+                plain = _with_state_dicts(state)
                 if not self._trust_pickle:
-                    plain_objects.warn_of(dict(plain_objects.refused_in(plain)), "restore()")
-                held["state"] = plain if wait else self._stager.stage(plain)
+                    plain_objects.warn_of_refusals(
+                        dict(plain_objects.refusals_in(plain)), "restore()"
+                    )
+                copies["state"] = plain if wait else self._stager.stage(plain)
 
             try:
-                # Ranks may do state_dict() together: none begins it where another is refused.
+                # state_dict() may be a collective operation: no rank may call it unless all ranks will.
                 if len(steps := set(ranks.call(prepare))) > 1:
-                    raise ValueError(f"step: ranks save different ones: {sorted(steps)}")
+                    raise ValueError(f"step: ranks save different steps: {sorted(steps)}")
                 ranks.call(copy)
             except BaseException:
-                flight.end()
+                running.end()
                 raise
-            flight.work = lambda: self._write(flight, held.pop("state"), ranks, replace)
-            self._flights.append(flight)
+            running.work = lambda: self._write(running, copies.pop("state"), ranks, replace)
+            self._running_saves.append(running)
             if wait:
-                flight.run()
-                self._join()
+                running.run()
+                self._wait_for_save()
             else:
-                flight.start()
+                running.start()
 
     def wait(self, *, mirrored: bool = False) -> None:
-        """Wait for the save that is on its way, and raise what it failed with.
+        """Wait for the running save, and raise its error if it fails.
 
         Parameters
         ----------
         mirrored : bool
-            Wait until the last save is in the mirror, too, all ranks together; :class:`MirrorError` says why it will
-            not be.
+            Wait also, on all ranks, until the last save is in the mirror; :class:`MirrorError` if it was not mirrored.
         """
         if mirrored:
-            self._needed_mirror()
-        with self._turn():
-            self._join()
+            self._require_mirror()
+        with self._exclusive_call():
+            self._wait_for_save()
             if mirrored:
                 ranks = self._ranks()
                 while not ranks.call(lambda: self._is_mirrored(ranks))[0]:
                     pass
-            self._tell_of_mirror()
+            self._warn_of_mirror()
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
-        """Load the newest sound checkpoint into a state, in place as ``dcp.load`` does.
+        """Load the newest intact checkpoint into a state, in place as ``dcp.load`` does.
 
-        Of one that is damaged it warns, with what is damaged, and takes the one before, on all ranks. With a mirror it
-        is the newest of both; the drive's where both have it.
+        If a checkpoint is damaged, all ranks warn of the damage and load the checkpoint before it. With a mirror, the
+        newest checkpoint of both places is loaded, from the drive if both have it.
 
         Parameters
         ----------
         state : dict
-            As for :meth:`save`, with tensors of the shapes that were saved.
+            As for :meth:`save`, with tensors of the saved sizes.
         step : int, optional
-            Of which step, and no other.
+            Load the checkpoint of this step only.
 
         Returns
         -------
         int or None
-            The step that has been loaded; None: there is no checkpoint, and nothing has changed.
+            The loaded step; None if there is no checkpoint, in which case ``state`` is unchanged.
 
         Raises
         ------
         CheckpointError
-            None is sound. Parts of ``state`` may have changed.
+            All checkpoints are damaged. Parts of ``state`` may have changed.
         FileNotFoundError
             There is no checkpoint of ``step``.
         MirrorError
-            What is in the mirror cannot be told.
+            The contents of the mirror cannot be determined.
         BaseException
-            What a save on its way failed with; what is no damage: a tensor that the checkpoint does not have, or an
-            object that ``trust_pickle=False`` refuses, of which :meth:`save` has warned.
+            The error of a running save, or an error other than damage: a tensor that the checkpoint does not have, or
+            an object that ``trust_pickle=False`` refuses (:meth:`save` has warned of it).
         """
         if step is not None:
             integer(step, "step")
         _check_state(state)
         failed: dict[tuple[int, bool], BaseException] = {}
-        with self._turn():
-            self._join()
+        with self._exclusive_call():
+            self._wait_for_save()
             ranks = self._ranks()
-            # Each time anew: another process may have removed what could not be loaded, and saved a newer one.
+            # Choose again after each failure: another process may have replaced checkpoints meanwhile.
             while (chosen := self._choose(ranks, step, failed)) is not None:
                 plain: dict[str, Any] = {}
-                ranks.call(lambda: plain.update(_plain(state)))  # noqa: B023
+                ranks.call(lambda: plain.update(_with_state_dicts(state)))  # noqa: B023
                 try:
-                    self._read(ranks, *chosen, plain)
+                    self._read(ranks, *chosen, state, plain)
                 except BaseException as error:
                     if not _is_damage(error) or (step is not None and self._mirror is None):
                         raise
                     failed[chosen] = error
-                    what = f"the checkpoint of {self._said(chosen)}"
-                    warn(f"{what} is damaged, and not used: {error}")
+                    what = f"the checkpoint of {self._describe(chosen)}"
+                    warn(f"{what} is damaged and is skipped: {error}")
                 else:
-                    ranks.call(lambda: _give(state, plain))  # noqa: B023
+                    ranks.call(lambda: _set_loaded(state, plain))  # noqa: B023
                     self._damaged = {each for each, is_local in failed if is_local}
-                    self._damaged_there = {each for each, is_local in failed if not is_local}
+                    self._damaged_in_mirror = {each for each, is_local in failed if not is_local}
                     self._restored = restored = chosen[0]
                     self._abandoned = [
                         each for each in self.steps() if step is not None and each > restored
@@ -314,14 +334,14 @@ class Checkpoints:
                     return restored
         if not failed:
             return None
-        what = "; ".join(f"{self._said(each)}: {error}" for each, error in failed.items())
+        what = "; ".join(f"{self._describe(each)}: {error}" for each, error in failed.items())
         raise CheckpointError(
-            f"none of its checkpoints is sound, and what was to be restored is undefined now ({what})",
+            f"all checkpoints are damaged, and the state to be restored is undefined now ({what})",
             str(self._folder.root),
         ) from next(iter(failed.values()))
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does, for the mirror, too; and give back the memory for copies, until a later save."""
+        """Wait as :meth:`wait` does, also for the mirror, and free the memory for copies. A later save allocates it."""
         self._close(mirrored=self._mirror is not None)
 
     def _close(self, *, mirrored: bool) -> None:
@@ -330,7 +350,7 @@ class Checkpoints:
         finally:
             if self._mirror is not None:
                 self._mirror.close()
-                self._tell_of_mirror()
+                self._warn_of_mirror()
             self._stager.close()
             own, self._own_group = self._own_group, None
             if own is not None and _world() is own[0]:
@@ -347,15 +367,19 @@ class Checkpoints:
         except Exception as failure:
             if error is None:
                 raise
-            warn(f"besides, a save failed: {type(failure).__name__}: {failure}")
+            warn(
+                f"the with block raised an error, and a save failed, too: {type(failure).__name__}: {failure}"
+            )
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One call at a time."""
+    def _exclusive_call(self) -> Iterator[None]:
+        """Allow one call at a time."""
         if os.getpid() != self._process:
-            self._begin()
+            self._reset()
         if self._owner == threading.get_ident():
-            raise RuntimeError("called within another call of this thread (by a signal handler?)")
+            raise RuntimeError(
+                "called within another call in the same thread (from a signal handler?)"
+            )
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -364,7 +388,7 @@ class Checkpoints:
                 self._owner = None
 
     def _ranks(self) -> Ranks:
-        """Return the ranks that act together, with a group of their own, which all make at the same time."""
+        """Return the ranks that act together, with a separate process group; all ranks create the group together."""
         world = _world()
         if self._given_group is not None or world is None:
             return Ranks(self._given_group)
@@ -372,53 +396,59 @@ class Checkpoints:
             self._own_group = world, dist.new_group(backend="gloo")
         return Ranks(self._own_group[1])
 
-    def _join(self) -> None:
-        """Wait for the save that is on its way; who is interrupted in it waits again the next time."""
-        while self._flights:
-            flight = self._flights[0]
-            if flight.ident is not None:
-                flight.done.wait()  # before Python 3.12, a join() that is interrupted takes the thread for ended
-            flight.end()
-            self._flights.clear()
-            for problem in flight.problems:
-                warn(f"step {flight.step} has been saved, but not all could be removed: {problem}")
-            if flight.error is not None:
-                raise flight.error
+    def _wait_for_save(self) -> None:
+        """Wait for the running save and raise its error; after an interruption the next call waits again."""
+        while self._running_saves:
+            running = self._running_saves[0]
+            if running.ident is not None:
+                # Not join(): before Python 3.12, an interrupted join() marks the thread as ended.
+                running.done.wait()
+            running.end()
+            self._running_saves.clear()
+            for problem in running.problems:
+                warn(f"step {running.step} has been saved, but a removal failed: {problem}")
+            if running.error is not None:
+                raise running.error
 
-    def _needed_mirror(self) -> Mirror:
+    def _require_mirror(self) -> Mirror:
         if self._mirror is None:
-            raise ValueError("mirrored: there is no mirror")
+            raise ValueError("mirrored: the checkpoints have no mirror")
         return self._mirror
 
     def _is_mirrored(self, ranks: Ranks) -> bool:
-        """Wait for a while, less than process groups do, and return whether the first rank need not wait longer."""
-        mirror = self._needed_mirror()
+        """On the first rank, wait up to _WAIT_SECONDS, and return whether its last save is in the mirror.
+
+        Other ranks only raise the error of their own last upload, if it has failed.
+        """
+        mirror = self._require_mirror()
         return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
 
-    def _tell_of_mirror(self) -> None:
+    def _warn_of_mirror(self) -> None:
         for problem in self._mirror.problems() if self._mirror is not None else ():
             warn(problem)
 
     def _abandon(self, step: int) -> None:
-        """Set aside what is newer than the step that was restored, now that another one follows it."""
+        """Set aside the checkpoints newer than the restored step, when the save of a later step begins."""
         if not self._abandoned or self._restored is None or step <= self._restored:
             return
-        going = [each for each in self._abandoned if each != step and each in self.steps()]
-        self._abandoned = self._folder.abandon(going)
+        removable = [each for each in self._abandoned if each != step and each in self.steps()]
+        self._abandoned = self._folder.abandon(removable)
         if self._abandoned:
             warn(
                 f"steps {self._abandoned} are newer than step {self._restored}, which was restored, and restore() "
-                "will prefer them: they are being loaded or saved to, or links lead to them"
+                "will prefer them: they are being loaded or saved, or links refer to them"
             )
 
-    def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks, replaces: bool) -> None:
-        """Save, and remove what has become superfluous: to fail in that is no failure of the save."""
-        step, folder = flight.step, self._folder
+    def _write(
+        self, running: _RunningSave, state: dict[str, Any], ranks: Ranks, replaces: bool
+    ) -> None:
+        """Save, and remove superfluous checkpoints; an error in the removal does not fail the save."""
+        step, folder = running.step, self._folder
         if ranks.is_first:
-            flight.problems += folder.remove()  # the save may need the space
+            running.problems += folder.remove()  # the save may need the space
         writer = FileSystemWriter(folder.path(step), overwrite=True)
-        writer._warns_of_refusals = False  # save() has, where it was called
-        with plain_failures(_is_damage):
+        writer._warns_of_refusals = False  # save() has already warned
+        with first_rank_error(_is_damage):
             save(
                 state,
                 storage_writer=writer,
@@ -427,7 +457,7 @@ class Checkpoints:
             )
         self._damaged.discard(step)
         if self._mirror is not None:
-            damaged = sorted(self._damaged_there - {step})
+            damaged = sorted(self._damaged_in_mirror - {step})
             path = folder.path(step)
             self._mirror.send(ranks.rank, step, path, replace=replaces, damaged=damaged)
         if not ranks.is_first:
@@ -435,15 +465,17 @@ class Checkpoints:
         try:
             folder.end(step)
             if self._keep_last is not None:
-                going = folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
-                flight.problems += folder.remove(going)
+                removable = folder.superfluous(
+                    step, self._keep_last, self._keep_every, self._damaged
+                )
+                running.problems += folder.remove(removable)
         except OSError as error:
-            flight.problems.append(error)
+            running.problems.append(error)
 
     def _choose(
         self, ranks: Ranks, step: int | None, failed: dict[tuple[int, bool], BaseException]
     ) -> tuple[int, bool] | None:
-        """Return what all ranks are to load next: which step, and whether it is the drive's."""
+        """Return the step that all ranks load next, and whether it is on the drive; None if no checkpoint is left."""
 
         def choose() -> tuple[int | None, tuple[int, bool] | None]:
             if not ranks.is_first:
@@ -459,37 +491,70 @@ class Checkpoints:
 
         answers = ranks.call(choose)
         if len({asked for asked, _ in answers}) > 1:
-            raise ValueError("step: ranks ask for different ones")
+            raise ValueError("step: ranks restore different steps")
         return answers[0][1]
 
-    def _said(self, chosen: tuple[int, bool]) -> str:
+    def _describe(self, chosen: tuple[int, bool]) -> str:
         return f"step {chosen[0]}{'' if chosen[1] else f' in {self._mirror}'}"
 
-    def _read(self, ranks: Ranks, step: int, is_local: bool, plain: dict[str, Any]) -> None:
-        """Do as torch's load() does, which would leave ranks waiting for one whose object raises."""
+    def _read(
+        self,
+        ranks: Ranks,
+        step: int,
+        is_local: bool,
+        state: dict[str, Any],
+        plain: dict[str, Any],
+    ) -> None:
+        """Load by torch's load(), inside a collective call, and warn of parts of objects that no rank has requested.
+
+        torch's load() alone would leave the other ranks waiting if an object of the state raises an error on one rank.
+        """
         reader = FileSystemReader(
-            self.path(step) if is_local else self._needed_mirror().place(step),
+            self.path(step) if is_local else self._require_mirror().place(step),
             trust_pickle=self._trust_pickle,
             process_group=ranks.group,
         )
 
-        def read() -> None:
-            with plain_failures(_is_damage):
+        def read() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+            # load() replaces what it has loaded, so the requested entries are determined before.
+            requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
+            with first_rank_error(_is_damage):
                 load(
                     plain,
                     storage_reader=reader,
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
+            paths = getattr(reader._metadata, "planner_data", None)
+            stored = paths.values() if isinstance(paths, dict) else ()
+            return requested, _parts_of_objects(state, stored)
 
         try:
-            ranks.call(read)
+            answers = ranks.call(read)
         finally:
-            reader._let_go()
+            reader._release_folder()
+        requested = set().union(*(each for each, _ in answers))
+        if ranks.is_first and (left := sorted(answers[0][1] - requested)):
+            names = ", ".join(".".join(part) for part in left)
+            warn(
+                f"the checkpoint of {self._describe((step, is_local))} has entries of {names}, and the state passed to "
+                "restore() has none, so they were not loaded. Most optimizers have no state before their first step; "
+                "remedy: get_state_dict() of torch.distributed.checkpoint.state_dict, which creates it"
+            )
 
 
-def _give(state: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Give what has been loaded to the state, and to its objects."""
+def _parts_of_objects(
+    state: dict[str, Any], paths: Iterable[tuple[Any, ...]]
+) -> set[tuple[str, ...]]:
+    """Return the first two keys of those paths that lead into objects of a state: ("optimizer", "state"), for example.
+
+    ``paths`` are those of single entries, as :func:`flatten_state_dict` and the metadata of a checkpoint have them.
+    """
+    return {tuple(map(str, path[:2])) for path in paths if isinstance(state.get(path[0]), Stateful)}
+
+
+def _set_loaded(state: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Set the loaded values in the state; objects in it load their values by ``load_state_dict()``."""
     for key in plain:
         if isinstance(state[key], Stateful):
             state[key].load_state_dict(plain[key])
@@ -497,16 +562,19 @@ def _give(state: dict[str, Any], plain: dict[str, Any]) -> None:
             state[key] = plain[key]
 
 
-class _Flight(threading.Thread):
-    """A save on its way. It ends before the interpreter does, whether it is waited for or not."""
+class _RunningSave(threading.Thread):
+    """A running save. The interpreter waits for this thread at exit, even if no call does.
+
+    ``save(wait=True)`` calls :meth:`run` in the caller's thread, and never starts this one.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(name=f"tensorferry-save-{step}")
         self.step = step
         self.work: Callable[[], None] = lambda: None
-        self.saver: Saver | None = None  # of the first rank
+        self.saver: Saver | None = None  # on the first rank only
         self.error: BaseException | None = None
-        self.problems: list[Exception] = []
+        self.problems: list[Exception] = []  # errors of removals, which do not fail the save
         self.done = threading.Event()
 
     def run(self) -> None:
@@ -516,17 +584,18 @@ class _Flight(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            self.work = lambda: None  # it holds the state
+            self.work = lambda: None  # free the state
             self.end()
             self.done.set()
 
     def end(self) -> None:
-        """Show others that it is no longer alive."""
+        """Release the locks that mark the save as alive."""
         if self.saver is not None:
             self.saver.leave()
 
 
 def _is_damage(error: BaseException) -> bool:
+    """Return whether an error means that this checkpoint is damaged, so that an older one may still be loaded."""
     if isinstance(error, RefusedCheckpointError):
         return False
     return isinstance(error, CheckpointError) or (
@@ -540,24 +609,28 @@ def _world() -> Any:
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise TypeError(f"state: a dict with names is wanted, not a {type(state).__name__}")
+        raise TypeError(f"state: must be a dict with str keys (got {type(state).__name__})")
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with what its objects give, asked on all ranks in the same order."""
+def _with_state_dicts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the state_dict() of its objects, called in the same order on all ranks."""
     return {
         key: value.state_dict() if isinstance(value, Stateful) else value
         for key, value in sorted(state.items())
     }
 
 
-def _tell_unasked(flights: list[_Flight], mirror: Mirror | None, process: int) -> None:
-    """Tell of a failure that no call is left to raise."""
+def _warn_of_failures(
+    running_saves: list[_RunningSave], mirror: Mirror | None, process: int
+) -> None:
+    """Warn of failures that no later call has raised."""
     if os.getpid() != process:
         return
-    for flight in flights:
-        if flight.error is not None:
-            warn(f"the save of step {flight.step} failed, and nobody asked: {flight.error!r}")
+    for running in running_saves:
+        if running.error is not None:
+            warn(
+                f"the save of step {running.step} failed, and no call has raised its error: {running.error!r}"
+            )
     if mirror is not None:
         mirror.close()
         for problem in mirror.problems():

@@ -1,4 +1,4 @@
-"""How far a save or load has come, and how fast it was."""
+"""Progress and throughput of saves and loads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a save or load has come.
+    """The progress of a save or load.
 
     Attributes
     ----------
     nbytes, total_nbytes : int
-        Bytes of tensors and objects: those that are where they belong, and all.
+        Bytes of tensors and objects: the number of delivered bytes, and the total.
     files, total_files : int
-        Data files: those that are done, and all.
+        Data files: the number of complete files, and the total.
     """
 
     nbytes: int
@@ -32,14 +32,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Throughput:
-    """How much a save or load has moved, and in what time.
+    """The amount of data that a save or load moved, and the time it took.
 
     Attributes
     ----------
     nbytes : int
         Bytes of tensors and objects.
     seconds : float
-        From its beginning to its end.
+        The time from beginning to end.
     """
 
     nbytes: int
@@ -47,30 +47,31 @@ class Throughput:
 
     @property
     def gb_per_second(self) -> float:
-        """Speed in GB/s, of 10^9 bytes."""
+        """The speed in GB/s (10^9 bytes per second)."""
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
-# Whom to tell; what it returns is ignored.
+# A progress callback; its return value is ignored.
 Listener: TypeAlias = "Callable[[Progress], object]"
 
 
 def checked_listener(progress: Listener | None) -> Listener | None:
-    """Return what was given as ``progress=``, or raise TypeError if it cannot be called."""
+    """Return the ``progress`` argument, or raise TypeError if it is not callable."""
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress: {progress!r} cannot be called")
+        raise TypeError(f"progress: {progress!r} is not callable")
     return progress
 
 
 class Meter:
-    """Counts what is done, and tells a listener now and then; for one thread.
+    """Counts completed work and reports it to a listener; for use by one thread.
 
     Parameters
     ----------
     listener : function of a Progress, optional
-        Called by :meth:`add`, at most every 0.1 seconds, and once by :meth:`finish`. What it raises goes on from there.
+        Called by :meth:`add`, at most every 0.1 seconds, and once by :meth:`finish`. Both methods raise the exceptions
+        that it raises.
     total_nbytes, total_files : int
-        How much there is to do.
+        The total amount of work.
     """
 
     def __init__(
@@ -79,34 +80,34 @@ class Meter:
         self._listener = listener
         self._total_nbytes, self._total_files = total_nbytes, total_files
         self._nbytes = self._files = 0
-        self._begun = self._told = time.monotonic()
+        self._began_at = self._reported_at = time.monotonic()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are done."""
+        """The number of completed bytes."""
         return self._nbytes
 
     def expect(self, nbytes: int, files: int) -> None:
-        """Take note that there is so much more to do."""
+        """Add to the total amount of work."""
         self._total_nbytes += nbytes
         self._total_files += files
 
     def add(self, nbytes: int, files: int = 0) -> None:
-        """Count what has been done."""
+        """Count completed work."""
         self._nbytes += nbytes
         self._files += files
-        if self._listener is not None and time.monotonic() - self._told >= _PAUSE_SECONDS:
-            self._tell(self._listener)
+        if self._listener is not None and time.monotonic() - self._reported_at >= _PAUSE_SECONDS:
+            self._report(self._listener)
 
     def finish(self) -> Throughput:
-        """Say that all is done, and return how fast that was."""
-        seconds = time.monotonic() - self._begun
+        """Report the end, and return the throughput."""
+        seconds = time.monotonic() - self._began_at
         if self._listener is not None:
-            self._tell(self._listener)
+            self._report(self._listener)
         return Throughput(self._nbytes, seconds)
 
-    def _tell(self, listener: Listener) -> None:
-        # Objects may be longer than was known before.
+    def _report(self, listener: Listener) -> None:
+        # The size of objects may not have been known before.
         total_nbytes = max(self._nbytes, self._total_nbytes)
         listener(Progress(self._nbytes, total_nbytes, self._files, self._total_files))
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()

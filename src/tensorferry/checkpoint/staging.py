@@ -1,14 +1,15 @@
-"""Staging for asynchronous saves: a copy of the state that training may change behind it, in memory that is used again.
+"""Staging for asynchronous saves: a copy of the state, in reused memory, that training cannot change.
 
-All tensors of a state, in whatever containers and objects they are, are copied into one *image*: a block of memory on
-huge pages, allocated by the first save and kept for the next ones, so that only the copy itself blocks training;
-threads copy in parallel, without the GIL. All else is copied by copy.deepcopy(), which is told the copies of tensors.
-As with torch's stager, tensors that share memory share it in the copy, have the same strides, and keep attributes.
+All tensors of a state, in any containers and objects, are copied into one *image*: a block of memory on huge pages. The
+first save allocates it and later saves reuse it, so only the copy itself blocks training; threads copy in parallel,
+without the GIL. Everything else is copied by copy.deepcopy(), which gets the copied tensors through its memo. As with
+torch's stager, tensors that share memory also share it in the copy, have the same strides, and keep attributes.
 
-An image is lent to what stage() returns and comes back when that is gone. Who stages again before gets a second image;
-a third is not made, the caller waits. Garbage is collected meanwhile: torch leaves staged states in reference cycles
-(up to 2.9 after each save, later after failed ones). What a failed save had is left to those who keep its exception,
-whose traceback refers to it, and counts no more.
+An image is in use until the copy that stage() returned has been freed. If stage() is called again before that, it
+allocates a second image. It never allocates a third, but waits. While it waits it collects garbage, because torch
+leaves staged states in reference cycles (up to 2.9 after each save, later after failed ones). The traceback of a failed
+save's exception refers to its state. As a caller may keep the exception, the image of a failed save is dropped from the
+count and freed with the exception.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
-from tensorferry.base.reprs import once_made
-from tensorferry.checkpoint.garbage import uncollected
-from tensorferry.transfer.arrays import check_storage, is_plain
+from tensorferry.base.reprs import safe_repr
+from tensorferry.checkpoint.garbage import collection_paused
+from tensorferry.transfer.arrays import check_storage, is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _MAX_IMAGES = 2
-_MAX_LOOKED_AT = 64
-# How long a save may take that another one waits for; torch's process groups give up after the same time.
+_MAX_LOOKED_AT = 64  # the number of tensors among which record_saver() looks for a staged one
+# The maximum time to wait for an earlier save; torch's process groups have the same timeout.
 _MAX_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.005
-# Garbage is looked for at growing intervals while one waits.
+# While waiting, garbage is collected at growing intervals.
 _FIRST_SEARCH_SECONDS = 0.1
 _MAX_SEARCH_SECONDS = 10.0
 _MAX_THREADS = 16
 _SHARED_MEMORY = "/dev/shm"
-_PIECE_NBYTES = 8 << 20
-# Large tensors begin with a page.
+_PIECE_NBYTES = 8 << 20  # the size that a thread copies at a time
+# Large tensors are aligned to pages.
 _PAGE_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
-_MAX_ITEM_NBYTES = 16
-# Below, a thread takes longer to get the GIL than to copy.
+_MAX_ITEM_NBYTES = 16  # of complex128, the largest dtype
+# The calling thread copies regions of up to this size: another thread would need longer to get the GIL than to copy.
 _SMALL_NBYTES = 64 << 10
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,12 +65,12 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _all_images: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
-def saved_here(tensors: Iterable[Any]) -> None:
-    """Take note that the present thread saves tensors, which may be staged ones."""
+def record_saver(tensors: Iterable[Any]) -> None:
+    """Record that the current thread saves these tensors, which a stager may have made."""
     images = tuple(_all_images)
     parts = (getattr(each, "_local_tensor", each) for each in tensors) if images else ()
-    plain = (each for each in parts if isinstance(each, torch.Tensor) and is_plain(each))
-    # They are all in one image, or in none.
+    plain = (each for each in parts if isinstance(each, torch.Tensor) and is_dense(each))
+    # All tensors of a staged state are in the same image, so one of them is enough to find it.
     for tensor in itertools.islice((each for each in plain if each.is_cpu), _MAX_LOOKED_AT):
         for image in images:
             if tensor.numel() and image.holds(tensor.data_ptr()):
@@ -78,28 +79,29 @@ def saved_here(tensors: Iterable[Any]) -> None:
 
 
 class Stager:
-    """Stages for ``torch.distributed.checkpoint.async_save``: ``async_save(..., async_stager=Stager())``.
+    """A stager for ``torch.distributed.checkpoint.async_save``: ``async_save(..., async_stager=Stager())``.
 
-    Make one and keep it for all saves. tensorferry's FileSystemWriter has one of its own, and needs none.
+    Create one stager and use it for all saves. tensorferry's FileSystemWriter creates its own stager.
 
     Parameters
     ----------
     shared : bool
-        Keep images in shared memory (/dev/shm), so that nothing is copied again on the way to the process of
+        Keep images in shared memory (/dev/shm), which avoids another copy on the way to the process of
         ``AsyncCheckpointerType.PROCESS``.
     overlap : bool
-        Return from :meth:`stage` at once with a future, and copy while training goes on (torch 2.9 and later). The
+        Return a future from :meth:`stage` immediately, and copy while training continues (torch 2.9 and later). The
         state must not change before ``async_save(...).staging_completion`` is done: wait for it before the next
         ``optimizer.step()``.
 
     Notes
     -----
-    Without ``overlap`` everything has been copied when :meth:`stage` returns, and the state may change. A stager holds
-    one image as large as the state, or two where a save begins while the one before is still being written; with two
-    of them on their way it waits. :meth:`close` frees them. Tensors on a GPU are copied to page-locked images.
+    Without ``overlap`` the state has been copied when :meth:`stage` returns, and may change. A stager holds one image
+    (a block of memory) as large as the state, or two images if a save begins while the previous one is still being
+    written. If both images are in use, it waits. :meth:`close` frees the images. Tensors on a GPU are copied to
+    page-locked images.
     """
 
-    # To torch: there is nothing to wait for after stage(), or the future is what to wait for.
+    # Tells torch that stage() needs no synchronization: either the copy is complete, or torch waits for the future.
     _synchronize_after_execute = False
 
     def __init__(self, *, shared: bool = False, overlap: bool = False) -> None:
@@ -111,22 +113,22 @@ class Stager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: there is nothing to wait for."""
+        """False: torch has nothing to wait for."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
-        """Return a copy of a state, its tensors in host memory; with ``overlap``, a future of it.
+        """Return a copy of a state, its tensors in host memory; with ``overlap``, a future of the copy.
 
         Raises
         ------
         MemoryError
-            There is no memory for it; for shared memory, /dev/shm may be too small.
+            There is no memory for an image; for shared memory, /dev/shm may be too small.
         TimeoutError
-            Two earlier states have not been let go of for half an hour.
+            Two earlier states are still in use after half an hour.
         """
         if not self.overlap:
             return self._stage(state_dict)
-        self.synchronize_staging()  # one at a time: the state of each is that of its call
+        self.synchronize_staging()  # wait for an earlier copy: only one state is copied at a time
         copying: Future[dict[str, Any]] = Future()
 
         def work() -> None:
@@ -138,7 +140,7 @@ class Stager:
         self._copying = copying
         try:
             threading.Thread(target=work, name="tensorferry-stage").start()
-        except RuntimeError:  # a limit of processes: without overlap, then
+        except RuntimeError:  # the limit of threads is reached: copy in this thread
             work()
         return copying
 
@@ -147,23 +149,23 @@ class Stager:
         plan = _Plan(state_dict)
         image = self._take_image(plan)
         try:
-            staged: dict[str, Any] = plan.copied(state_dict, image)
+            staged: dict[str, Any] = plan.copy_state(state_dict, image)
         finally:
             image.reserved = False
         return staged
 
     def synchronize_staging(self) -> None:
-        """Wait until what stage() was called with may change."""
+        """Wait until the state that was passed to stage() may change."""
         if self._copying is not None:
             self._copying.exception()
             self._copying = None
 
     def close(self) -> None:
-        """Let the images go; one that is lent stays until it is given back."""
+        """Release the images; one that is in use is freed later, with the tensors in it."""
         with self._lock:
             self._images.clear()
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
         images = ", ".join(f"{image.nbytes} bytes" for image in tuple(self._images)) or "none"
         given = f"shared={self.shared}, overlap={self.overlap}"
@@ -176,7 +178,7 @@ class Stager:
         self.__init__(**state)  # type: ignore[misc]
 
     def _take_image(self, plan: _Plan) -> _Block:
-        """Return an image that nobody uses, reserved."""
+        """Wait until an image is free; reserve it, and return it."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         next_search = 0.0
         interval_seconds = _FIRST_SEARCH_SECONDS
@@ -185,7 +187,7 @@ class Stager:
             if in_use and (begin := time.monotonic()) >= next_search:
                 gc.collect()
                 took_seconds = time.monotonic() - begin
-                # Others need the GIL.
+                # A collection holds the GIL: spend at most about a tenth of the time on it.
                 interval_seconds = max(
                     min(2 * interval_seconds, _MAX_SEARCH_SECONDS), 10 * took_seconds
                 )
@@ -198,7 +200,7 @@ class Stager:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: "
-                    "is a save stuck, or what stage() returned kept, or the exception of a failed save?"
+                    "is a save stuck, or does something keep the return value of stage() or a failed save's exception?"
                 )
             time.sleep(_POLL_SECONDS)
         if plan.has_accelerator_tensors and torch.cuda.is_available() and not image.pages_locked:
@@ -206,11 +208,12 @@ class Stager:
         return image
 
     def _free_image(self, nbytes: int) -> _Block | None:
-        """Return an image that nobody uses, a new one if there may be one more."""
-        # A save whose thread has ended is over: what keeps its state is the exception that it failed with.
-        self._images = [i for i in self._images if not (i.in_use() and i.saved())]
+        """Return a free image, or a new one if the limit is not reached; otherwise None."""
+        # A save is over when its thread has ended. Only the save's exception can then still refer to the state, so its
+        # image no longer counts towards the limit.
+        self._images = [i for i in self._images if not (i.in_use() and i.is_saved())]
         free = [image for image in self._images if not image.in_use()]
-        # Those that are too small go before a new one comes.
+        # Drop free images that are too small before allocating a new one.
         self._images = [i for i in self._images if i not in free or i.nbytes >= nbytes]
         image = next((i for i in free if i.nbytes >= nbytes), None)
         if image is None and len(self._images) < _MAX_IMAGES:
@@ -222,7 +225,7 @@ class Stager:
 
 @dataclass
 class _Region:
-    """Bytes of a storage that go to an image together: tensors that overlap here overlap there."""
+    """A range of a storage that is copied as a unit, so that overlapping tensors also overlap in the image."""
 
     storage: torch.UntypedStorage
     begin: int  # in the storage
@@ -231,57 +234,59 @@ class _Region:
 
 
 class _Plan:
-    """Which tensors of a state go where in an image."""
+    """Assigns the tensors of a state to offsets in an image."""
 
-    @uncollected()
+    @collection_paused()
     def __init__(self, state: object) -> None:
         self.nbytes = 0
         self.has_accelerator_tensors = False
-        self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, in its order
-        # Those of a region's image, which all of its tensors share, by its id.
+        self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, sorted by offset
+        # By the id of a region: its storage in the image, which all tensors of the region share, and its offset there.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         finder = _Finder()
         finder.dump(state)
         self._tensors = finder.tensors
-        # How to make the copy of each tensor.
+        # A function for each tensor that makes the copy, without the elements if these are in a region.
         self._recipes = [self._recipe(tensor) for tensor in self._tensors]
         for regions in self._regions.values():
             if len(regions) > 1:
-                regions[:] = _united(regions)
+                regions[:] = _merge_overlapping(regions)
             for region in regions:
                 region.offset = self._reserve(region.end - region.begin)
 
-    @uncollected()
-    def copied(self, state: Any, image: _Block) -> Any:
-        """Return a copy of the state, its tensors in an image."""
+    @collection_paused()
+    def copy_state(self, state: Any, image: _Block) -> Any:
+        """Return a copy of the state with its tensors in an image."""
         for regions in self._regions.values():
             for region in regions:
                 nbytes = region.end - region.begin
                 self._storages[id(region)] = image.storage(region.offset, nbytes)
         copies = [recipe(image) for recipe in self._recipes]
-        self._recipes.clear()  # they refer to this plan, and so would keep what it has of the image
+        self._recipes.clear()  # they refer to this plan, and would keep the image in use
         self._storages.clear()
         _copy_all([each for some in self._regions.values() for each in some], image)
-        # This plan keeps the tensors, and so their ids, until the state has been copied.
+        # The memo uses ids, which stay unique because this plan keeps the tensors alive until the end.
         memo: dict[int, Any] = {
             id(tensor): copied for tensor, copied in zip(self._tensors, copies, strict=True)
         }
         for tensor, copied in zip(self._tensors, copies, strict=True):
             for name, value in _attributes(tensor).items():
-                if name not in _attributes(copied):  # a wrapper was made with some of them
+                if name not in _attributes(copied):  # a rebuilt wrapper may already have it
                     setattr(copied, name, copy.deepcopy(value, memo))
         return copy.deepcopy(state, memo)
 
     def _recipe(self, tensor: Any) -> Callable[[_Block], Any]:
+        """Return a function that makes the copy of a tensor. Its argument is the image, which holds most copies."""
         if type(tensor) not in _PLAIN_CLASSES and (recipe := self._recipe_of_subclass(tensor)):
             return recipe
         if tensor.is_meta:
             return lambda _: torch.empty_like(tensor)
-        # Sparse, quantized, ...; and what is conjugated when it is read, which other processes would not be told.
-        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-            return lambda _: _like(tensor.detach().to("cpu", copy=True), tensor)
+        # Sparse, quantized and similar tensors; also conjugate and negative views, whose flag other processes would
+        # lose.
+        if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+            return lambda _: _as_kind_of(tensor.detach().to("cpu", copy=True), tensor)
         if tensor.numel() == 0:
-            return lambda _: _like(torch.empty_like(tensor, device="cpu"), tensor)
+            return lambda _: _as_kind_of(torch.empty_like(tensor, device="cpu"), tensor)
         self.has_accelerator_tensors |= not tensor.is_cpu
         regions, begin = self._add_to_region(tensor)
 
@@ -292,15 +297,17 @@ class _Plan:
             storage, base = self._storages[id(region)]
             offset = (base + begin - region.begin) // tensor.element_size()
             empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            copied = _like(empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor)
-            image.lend(copied)
+            copied = _as_kind_of(
+                empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor
+            )
+            image.keep_in_use_for(copied)
             return copied
 
         return place
 
     def _recipe_of_subclass(self, tensor: Any) -> Callable[[_Block], Any] | None:
         if hasattr(tensor, "trigger_wait"):
-            tensor.trigger_wait()  # the result of a collective that may be on its way
+            tensor.trigger_wait()  # the result of a collective that may still be running
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}
@@ -312,12 +319,12 @@ class _Plan:
                 return make(inner, context, tensor.size(), tensor.stride())
 
             return rebuild
-        if isinstance(tensor, ShardedTensor):  # which cpu() may return as it is
+        if isinstance(tensor, ShardedTensor):  # cpu() may return the tensor itself
             return lambda _: copy.deepcopy(tensor.cpu())
         return None
 
     def _add_to_region(self, tensor: torch.Tensor) -> tuple[list[_Region], int]:
-        """Return the regions of the tensor's storage, which are to be united, and where in this the tensor begins."""
+        """Return the regions of the tensor's storage, to be merged later, and the tensor's begin in the storage."""
         storage, itemsize = tensor.untyped_storage(), tensor.element_size()
         begin = int(tensor.storage_offset()) * itemsize
         if tensor.is_contiguous():
@@ -333,22 +340,22 @@ class _Plan:
         return regions, begin
 
     def _reserve(self, nbytes: int) -> int:
-        """Return the offset of that many bytes."""
+        """Reserve bytes, and return their offset."""
         alignment = _PAGE_NBYTES if nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
         offset = -(-self.nbytes // alignment) * alignment
         self.nbytes = offset + nbytes
         return offset
 
 
-def _like(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return elements as a parameter, or with a gradient to come, where they are that in a tensor."""
+def _as_kind_of(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return copied elements with the class and requires_grad of the original tensor."""
     if type(tensor) is torch.nn.Parameter:
         return torch.nn.Parameter(copied, tensor.requires_grad)
     return copied.requires_grad_(tensor.requires_grad)
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what was set on a tensor, without what it is made of."""
+    """Return the attributes that were set on a tensor, without the inner tensors of a wrapper."""
     if type(tensor) in _PLAIN_CLASSES:
         return vars(tensor)
     if isinstance(tensor, ShardedTensor):
@@ -360,27 +367,28 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return vars(tensor) | {name: getattr(tensor, name) for name in slots}
 
 
-def _united(regions: list[_Region]) -> list[_Region]:
-    """Return regions of a storage in its order, those that overlap as one."""
+def _merge_overlapping(regions: list[_Region]) -> list[_Region]:
+    """Return regions of a storage in the order of their offsets, with overlapping regions merged."""
     united: list[_Region] = []
     for region in sorted(regions, key=lambda one: one.begin):
         last = united[-1] if united else None
         if last is None or region.begin >= last.end:
             united.append(region)
         elif (region.begin, region.end) != (last.begin, last.end):
-            last.begin -= last.begin % _MAX_ITEM_NBYTES  # so that elements of all are aligned
+            # Keep the elements of all merged tensors aligned.
+            last.begin -= last.begin % _MAX_ITEM_NBYTES
             last.end = max(last.end, region.end)
     return united
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file object that discards its data."""
 
     def write(self, data: bytes) -> int:
         return len(data)
 
 
-# What copy.deepcopy() returns as it is.
+# Types that copy.deepcopy() does not copy.
 _ATOMIC = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property),
     *(weakref.ref, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -388,10 +396,10 @@ _ATOMIC = (
 
 
 class _Finder(pickle.Pickler):
-    """Walks through a state as copy.deepcopy() does, and notes the tensors; what it writes is dropped.
+    """Traverses a state as copy.deepcopy() does, and collects the tensors; the pickle itself is discarded.
 
-    Of objects it asks for the same as copy.deepcopy() does, and walks through that instead of pickling it: classes and
-    functions need not be found by their names.
+    It gets the same reduction of each object (``__reduce_ex__()``) as copy.deepcopy(), and traverses the parts of that
+    reduction instead of pickling the object: so classes and functions need not be importable by name.
     """
 
     def __init__(self) -> None:
@@ -399,7 +407,7 @@ class _Finder(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what is to be looked through in the place of an object."""
+        """Return a reduction that makes the pickler traverse an object's parts."""
         if value is _nothing:
             return NotImplemented
         if isinstance(value, torch.Tensor):
@@ -417,11 +425,11 @@ class _Finder(pickle.Pickler):
 
 
 def _nothing(*_parts: Any) -> None:
-    """Stand for what is made of parts."""
+    """Stand in for the constructor of an object."""
 
 
 def _copy_all(regions: list[_Region], image: _Block) -> None:
-    """Copy regions to an image; those of the host by threads without the GIL."""
+    """Copy regions to an image; threads copy host memory without the GIL."""
     pieces = []
     devices = set()
     to = image.address()
@@ -456,7 +464,7 @@ def _copy_all(regions: list[_Region], image: _Block) -> None:
     for at, thread in enumerate(threads):
         try:
             thread.start()
-        except RuntimeError:  # a limit of processes: those that run, and this one, do all
+        except RuntimeError:  # the limit of threads is reached: the threads that run share the work
             del threads[at:]
             break
     work()
@@ -467,39 +475,39 @@ def _copy_all(regions: list[_Region], image: _Block) -> None:
 
 
 class _Block(abc.ABC):
-    """A block of memory, lent as tensors.
+    """A block of memory for the tensors of a staged state.
 
-    Who wants to use it sets ``reserved``, when :meth:`in_use` says no, until the tensors are made.
+    Set ``reserved`` once :meth:`in_use` returns False; clear it when the tensors exist.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.reserved = False
         self.pages_locked = False
-        self.saver: threading.Thread | None = None  # that writes what was lent last
+        self.saver: threading.Thread | None = None  # the thread that saves the current tensors
         _all_images.add(self)
 
     @abc.abstractmethod
     def address(self) -> int:
-        """Return where it begins."""
+        """Return the address of the block."""
 
     @abc.abstractmethod
     def in_use(self) -> bool:
-        """Return whether it is reserved, or some tensor in it is still there."""
+        """Return whether the block is reserved, or a tensor in it is alive."""
 
     @abc.abstractmethod
     def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        """Return a storage that has some of its bytes, and where in that they begin."""
+        """Return a storage with a part of the block, and the offset of that part in the storage."""
 
-    def lend(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """Be in use as long as a tensor is there, where its storage does not see to that."""
+    def keep_in_use_for(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """Keep the block in use while a tensor is alive, for subclasses where the storage does not do this."""
 
-    def saved(self) -> bool:
-        """Return whether the save of what was lent last is known to be over."""
+    def is_saved(self) -> bool:
+        """Return whether the save of the current tensors is known to be over."""
         return not self.reserved and self.saver is not None and not self.saver.is_alive()
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies in it."""
+        """Return whether an address is inside the block."""
         return 0 <= address - self.address() < self.nbytes
 
     def __del__(self) -> None:
@@ -508,7 +516,7 @@ class _Block(abc.ABC):
 
 
 class _PrivateImage(_Block):
-    """Memory of this process, on huge pages."""
+    """Private memory of this process, on huge pages."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -523,7 +531,8 @@ class _PrivateImage(_Block):
         return self.reserved or (self._borrow is not None and self._borrow() is not None)
 
     def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        # Storages refer to this view, and so tell whether there are any. Each has just its region's bytes.
+        # All storages refer to this view, so a weak reference to it shows whether any storage is alive. Each storage
+        # has only the bytes of its region.
         view = self._borrow() if self._borrow is not None else None
         if view is None:
             view = memoryview(self._view)
@@ -533,7 +542,7 @@ class _PrivateImage(_Block):
 
 
 class _SharedImage(_Block):
-    """One shared storage, of which processes pass each other the descriptor."""
+    """One shared storage; processes pass its file descriptor to each other."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -541,7 +550,7 @@ class _SharedImage(_Block):
         free_nbytes = status.f_bavail * status.f_frsize
         if nbytes > free_nbytes:
             raise MemoryError(
-                f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state takes {nbytes} (remedy: enlarge it, "
+                f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state needs {nbytes} (remedy: enlarge it, "
                 "as by docker's --shm-size, or shared=False)"
             )
         memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
@@ -552,7 +561,7 @@ class _SharedImage(_Block):
         return self._memory.data_ptr()
 
     def in_use(self) -> bool:
-        if self.reserved:  # who has reserved it adds tensors
+        if self.reserved:  # the thread that reserved the block is adding tensors
             return True
         self._tensors = [reference for reference in self._tensors if reference() is not None]
         return bool(self._tensors)
@@ -560,7 +569,7 @@ class _SharedImage(_Block):
     def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:  # noqa: ARG002
         return self._memory.untyped_storage(), offset
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def keep_in_use_for(self, tensor: torch.Tensor) -> None:
         self._tensors.append(weakref.ref(tensor))
 
 

@@ -1,4 +1,4 @@
-"""Steps of a training: what the folders of their checkpoints are called, and which of them may go."""
+"""Steps of a training: the folder names of their checkpoints, and which checkpoints may be removed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 def name_of(step: int) -> str:
-    """Return what the folder of a step's checkpoint is called."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step whose checkpoint has this name, None if it is no such name."""
+    """Return the step of a checkpoint's folder name; None if it is not such a name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match and name == name_of(int(match[1])) else None
 
@@ -29,16 +29,16 @@ def superfluous(
     keep_every: int | None,
     damaged: Container[int] = (),
 ) -> list[int]:
-    """Return which steps may go now that there is a checkpoint of one: none that is newer.
+    """Return the steps before ``step`` whose checkpoints may be removed once ``step`` has one.
 
-    Of the last ones those that are damaged do not count.
+    Damaged checkpoints do not count towards ``keep_last``.
     """
     older = sorted(each for each in steps if each < step)
     sound = [*(each for each in older if each not in damaged), step]
     oldest = sound[-keep_last:][0]
-    return [each for each in older if each < oldest and not stays(each, keep_every)]
+    return [each for each in older if each < oldest and not is_permanent(each, keep_every)]
 
 
-def stays(step: int, keep_every: int | None) -> bool:
-    """Return whether a step's checkpoint stays for good."""
+def is_permanent(step: int, keep_every: int | None) -> bool:
+    """Return whether a step's checkpoint is kept permanently."""
     return bool(keep_every and step % keep_every == 0)

@@ -1,4 +1,4 @@
-"""The ``tensorferry`` command. Commands parse and print; what they do is done elsewhere, and imported when it is."""
+"""The ``tensorferry`` command line. Modules here parse options and print results; other packages do the work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _PACKAGES = dict.fromkeys(("typer", "rich", "click", "psutil"), _EXTRA) | {"torc
 
 
 def main() -> None:
-    """Run the command line, or say what it needs."""
-    with without_libraries():
+    """Run the command line, or print which package is missing."""
+    with reporting_missing_packages():
         from tensorferry.cli.app import run
 
-        run()  # and imports what a command needs
+        run()  # within the block, because each command imports further packages
 
 
 @contextlib.contextmanager
-def without_libraries() -> Iterator[None]:
-    """Say what to install where something is missing, and leave."""
+def reporting_missing_packages() -> Iterator[None]:
+    """Exit with the command that installs a package if an import fails."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -1,4 +1,4 @@
-"""The commands of ``tensorferry``, put together: a command's module is imported when it is asked for."""
+"""The application: the group of all commands. The module of a command is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tensorferry.cli.leaving import (
+from tensorferry.cli.exit_codes import (
     INTERRUPTED,
-    leave_for,
-    leaving_well,
+    exit_for,
     open_missing_streams,
+    reporting_failures,
     say_problems,
 )
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "tensorferry"
-# Each command's function has its name; the module that it stands in.
+# For each command, the module with the function of the same name.
 COMMANDS = {name: name for name in ("report", "bench", "tune")}
 COMMANDS |= dict.fromkeys(("ls", "verify", "convert"), "checkpoints")
 
-_LOOK: dict[str, Any] = {
-    "rich_markup_mode": None,  # whose boxes cut long options off where a terminal is narrow
-    # Options may be written with underscores as well: --block_size is what DeepSpeed's tools call --block-size.
+_STYLE: dict[str, Any] = {
+    "rich_markup_mode": None,  # rich's boxes truncate long options on a narrow terminal
+    # Options can also be written with underscores, as in DeepSpeed's tools: --block_size is --block-size.
     "context_settings": {
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 }
-# click's, which some versions of typer have a copy of.
+# click's ClickException. Some versions of typer contain their own copy of click, so it is found in the class hierarchy.
 _ClickError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
@@ -49,7 +49,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def run_command(command: Any, name: str, arguments: list[str], program: str) -> None:
-    """Run a command and exit; what is wrong with its arguments is told after its name, with exit code 2."""
+    """Run a command and exit. Errors in its arguments are printed after its name, with exit code 2."""
     open_missing_streams()
     try:
         code = command(arguments, prog_name=program, standalone_mode=False)
@@ -58,23 +58,23 @@ def run_command(command: Any, name: str, arguments: list[str], program: str) -> 
         say_problems(name, [error.format_message()])
         code = error.exit_code
     except OSError as error:
-        leave_for(program, error)
-    except typer.Abort:  # Ctrl-C before a command has begun
+        exit_for(program, error)
+    except typer.Abort:  # Ctrl-C before the command's function runs
         code = INTERRUPTED
     sys.exit(code)
 
 
-def command_of(function: Callable[..., None], name: str, told_as: str) -> Any:
-    """Return a function as a command; what goes wrong in it is told after ``told_as``."""
-    alone = typer.Typer(add_completion=False, **_LOOK)
-    text = unwrapped(function.__doc__ or "")
-    alone.command(
+def command_of(function: Callable[..., None], name: str, prefix: str) -> Any:
+    """Return a function as a command. Its errors are printed after ``prefix``."""
+    single = typer.Typer(add_completion=False, **_STYLE)
+    text = unwrap(function.__doc__ or "")
+    single.command(
         name,
         help=text,
         short_help=text.partition("\n\n")[0],
-        context_settings=_LOOK["context_settings"],
-    )(leaving_well(told_as)(function))
-    command: Any = typer.main.get_command(alone)
+        context_settings=_STYLE["context_settings"],
+    )(reporting_failures(prefix)(function))
+    command: Any = typer.main.get_command(single)
     for each in command.params:
         if each.param_type_name == "argument":
             each.display_type_rich = _no_type
@@ -82,7 +82,7 @@ def command_of(function: Callable[..., None], name: str, told_as: str) -> Any:
 
 
 class _Commands(TyperGroup):
-    """Makes a command of the function that has its name."""
+    """A group that imports the module of a command when the command is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -95,19 +95,19 @@ class _Commands(TyperGroup):
 
 
 def _no_type(**_: Any) -> None:
-    """Return no type of an argument: some versions of typer would show Python's beside its name."""
+    """Return None as the type of an argument. Some versions of typer would show the Python type next to its name."""
 
 
-def unwrapped(text: str) -> str:
-    """Return a docstring with a line for each paragraph, which every terminal wraps for itself."""
+def unwrap(text: str) -> str:
+    """Return a docstring with one line for each paragraph, which click wraps to the width of the terminal."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
-app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)
+app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_STYLE)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         import tensorferry
 
         typer.echo(f"{_NAME} {tensorferry.__version__}")
@@ -117,7 +117,8 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Move tensors between files and memory at the drive's speed: look at a machine, measure it, tune for it."""
+    """Inspect, measure and tune a machine's drives, and list, verify and convert checkpoints."""

@@ -1,4 +1,4 @@
-"""``tensorferry bench``: its options, and how its results are shown."""
+"""``tensorferry bench``: its options and its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tensorferry.cli.consoles import (
     say,
     show,
 )
-from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
+from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, exiting_with
 from tensorferry.cli.parsing import FOLDER, existing_folder, number, size, switch, value
 from tensorferry.cli.tables import comparison_cells
 from tensorferry.transfer.defaults import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tensorferry.tuning.offload import Result as Prediction
 
 _MAX_LOOPS = 1_000_000
-# What a handle is told, by the option that says it.
+# The options that set a handle's parameters, each with the parameter's name.
 _SETTINGS = {
     "block_size": "block_size",
     "queue_depth": "queue_depth",
@@ -39,7 +39,7 @@ _SETTINGS = {
     "io_engine": "engine",
     "single_submit": "single_submit",
 }
-# DeepSpeed's, without effect here.
+# Options of DeepSpeed's ds_io that are accepted without effect.
 _ACCEPTED = (
     "slow_bounce_buffer",
     "torch_legacy_save",
@@ -47,12 +47,12 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
-# Of a predicted step: whether it is a whole training's.
+# Explanations of a predicted step, for the optimizer alone and (True) for a complete training.
 _NOTES = {
     False: "A step takes the longer of I/O and arithmetic.",
-    True: "Arithmetic is AdamW's. What your model computes is not in here: its forward pass, and its backward pass "
-    "with the second run of the blocks. A step takes at least the longer of that and I/O. Compare what is written "
-    "with the drive's endurance (TBW).",
+    True: "Arithmetic is that of AdamW. The model's own computation is not included: the forward pass, and the "
+    "backward pass with its recomputation of the blocks. A step takes at least the longer of that and I/O. Compare the "
+    "bytes written with the drive's endurance (TBW).",
 }
 
 
@@ -71,69 +71,81 @@ def bench(
         [],
         "--folder-to-device-mapping",
         "FOLDER:DEVICE",
-        "A folder and the number of a GPU, which counts only with --gpu. One process for each; repeat it.",
+        "A folder and the number of a GPU, which is used only with --gpu. Repeat the option; each gets one process.",
     ),
-    io_size: int = size(1 << 30, "--io-size", "Bytes of each file, such as 400M."),
+    io_size: int = size(1 << 30, "--io-size", "The size of each file, such as 400M."),
     read: bool = switch("--read", "Only read."),
     write: bool = switch("--write", "Only write."),
     multi_process: int = number(
-        1, "--multi-process", (1, 1024), "Processes, each with a file of its own."
+        1, "--multi-process", (1, 1024), "The number of processes, each with a separate file."
     ),
-    loops: int = number(3, "--loops", (1, _MAX_LOOPS), "Transfers that count."),
-    warmup_loops: int = number(1, "--warmup-loops", (0, _MAX_LOOPS), "Transfers before them."),
-    include_warmup_time: bool = switch("--include-warmup-time", "Count those too."),
+    loops: int = number(3, "--loops", (1, _MAX_LOOPS), "The number of measured transfers."),
+    warmup_loops: int = number(
+        1,
+        "--warmup-loops",
+        (0, _MAX_LOOPS),
+        "The number of transfers before the measured ones, which are not counted.",
+    ),
+    include_warmup_time: bool = switch(
+        "--include-warmup-time", "Also count the transfers of --warmup-loops."
+    ),
     different_file_each_iteration: bool = switch(
         "--different-file-each-iteration",
-        "A file for each loop; else writes overwrite the one of the first loop.",
+        "Use a new file for each loop. By default, writes overwrite the file of the first loop.",
     ),
     validate: bool = switch(
-        "--validate", "Compare file and memory after each transfer, outside the clock."
+        "--validate", "Compare file and memory after each transfer, outside the measured time."
     ),
     keep_files: bool = switch(
         "--keep-files",
-        "Use ds_io's file names, read files that are there already, and leave all for the next run.",
+        "Use ds_io's file names, read existing files, and keep all files for the next run.",
     ),
     engine: Engine = value(
         "aio_handle",
         "--engine",
         "aio_handle|files|torch_io",
-        "Asynchronous calls and wait(), tensorferry.open(), or torch.save and load.",
+        "Asynchronous calls and wait(), tensorferry.open(), or torch.save and torch.load.",
     ),
     io_engine: Optional[IoEngine] = value(
         None,
         "--io-engine",
         "io_uring|libaio|threads",
-        "How blocks reach the kernel. Default: the first that works.",
+        "The I/O engine. Default: the first that works.",
     ),
     block_size: Optional[int] = size(
         None,
         "--block-size",
-        "Bytes of one submission. Default of this and the next two: what a handle without settings has.",
+        "The size of one block. By default, --block-size, --queue-depth and --io-parallel are those of a handle "
+        "without explicit settings.",
         maximum=MAX_BLOCK_NBYTES,
     ),
     queue_depth: Optional[int] = number(
-        None, "--queue-depth", (1, MAX_QUEUE_DEPTH), "Blocks in flight at most."
+        None, "--queue-depth", (1, MAX_QUEUE_DEPTH), "The maximum number of blocks in flight."
     ),
     io_parallel: Optional[int] = number(
-        None, "--io-parallel", (1, MAX_PARALLELISM), "Threads that each have such a queue."
+        None,
+        "--io-parallel",
+        (1, MAX_PARALLELISM),
+        "The number of worker threads, each with a queue.",
     ),
-    single_submit: bool = switch("--single-submit", "A system call for each block."),
+    single_submit: bool = switch("--single-submit", "Use one system call for each block."),
     memory: Optional[HostMemory] = value(
         None,
         "--memory",
         "locked|ordinary|accelerator",
-        "Host memory: as tensorferry.empty() makes it, the default; unaligned, on small pages; or pinned by torch. "
-        "With --gpu: copy all bytes by way of it, rather than give the CUDA tensor to the handle.",
+        "The host memory: from tensorferry.empty() (default); unaligned and on small pages; or pinned by torch. With "
+        "--gpu: copy all bytes through this memory, instead of passing the CUDA tensor to the handle.",
     ),
     use_accelerator_pin_memory: bool = switch(
         "--use-accelerator-pin-memory", "The same as --memory accelerator."
     ),
-    gpu: bool = switch("--gpu", "Move CUDA tensors, as they are unless --memory."),
+    gpu: bool = switch("--gpu", "Transfer CUDA tensors; without --memory, directly."),
     use_gds: bool = switch(
         "--use-gds", "Use gds_handle (GPUDirect Storage) instead of aio_handle."
     ),
     compare: bool = switch(
-        "--compare", "Measure plain Python and fio too, in turns, with the same sizes and settings."
+        "--compare",
+        "Also measure plain Python and fio, alternately, with the same sizes and settings.",
     ),
     slow_bounce_buffer: bool = switch("--slow-bounce-buffer", "Accepted, without effect."),
     torch_legacy_save: bool = switch("--torch-legacy-save", "Accepted, without effect."),
@@ -141,39 +153,40 @@ def bench(
         None, "--fast-io-size", "BYTES", "Accepted, without effect."
     ),
     sequential_requests: bool = switch("--sequential-requests", "Accepted, without effect."),
-    csv: bool = switch("--csv", "Accepted, without effect: --json has all."),
+    csv: bool = switch("--csv", "Accepted, without effect: use --json."),
     offload: Optional[str] = value(
         None,
         "--offload",
         "PARAMETERS",
-        "Predict instead how long a step of AdamW takes with its state in the folder, for a model of so many "
-        "parameters, say 7B. Takes --training, --io-size, --loops and --json.",
+        "Instead, predict the time of an AdamW step with the state in the folder, for a model with this number of "
+        "parameters, such as 7B. Supports --training, --io-size, --loops and --json.",
     ),
     training: bool = switch(
         "--training",
-        "With --offload: parameters and gradients are in the folder, too; says what a step reads and writes.",
+        "With --offload: parameters and gradients are in the folder, too. Shows the bytes a step reads and writes.",
     ),
     plot: Optional[Path] = value(
-        None, "--plot", "FILE", "Draw a chart, too (.svg, .png or .pdf; needs matplotlib)."
+        None, "--plot", "FILE", "Also draw a chart (.svg, .png or .pdf; needs matplotlib)."
     ),
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast files are written and read.
 
-    Reads are cold: the file is dropped from the page cache before each. Takes all options of DeepSpeed's ds_io.
+    Reads are cold: the file is dropped from the page cache before each read. All options of DeepSpeed's ds_io are
+    accepted.
     """
     given = dict(locals())
     if offload is not None:
         _predict(given)
         return
     if training:
-        raise LeavingError(UNUSABLE, ["--training: needs --offload PARAMETERS"])
+        raise ExitError(UNUSABLE, ["--training: needs --offload PARAMETERS"])
     job, notes = make_job(given)
     if plot is not None:
         from tensorferry.tuning.plot import draw, problem_of
 
         if problem := problem_of(plot):
-            raise LeavingError(UNUSABLE, [f"--plot: {problem}"])
+            raise ExitError(UNUSABLE, [f"--plot: {problem}"])
     results = measure(job)
     results.notes[:0] = notes
     if plot is not None:
@@ -186,13 +199,13 @@ def bench(
 
 
 def measure(job: Job) -> Results:
-    """Do a job; what goes wrong is one clear line and exit code 1."""
-    with leaving_with(FAILED, BenchError), progress_bar() as told:
-        return run(job, told)
+    """Run a job. An error is reported in one line, with exit code 1."""
+    with exiting_with(FAILED, BenchError), progress_bar() as progress:
+        return run(job, progress)
 
 
 def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
-    """Return the job that options ask for, and what is to be said of them; leave where they cannot be used."""
+    """Return the job for the options, and notes on them. Exit with 2 if they are invalid."""
     problems: list[str] = []
     places = _places(given, problems)
     memory = given["memory"].value if given["memory"] else None
@@ -202,8 +215,10 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
         from tensorferry.tuning import gpus
 
         if gpus.device_count() == 0:
-            # What ds_io does there, too: its CPU accelerator gives the tensor back as it is.
-            notes.append("no CUDA device that could pin memory: transfers use ordinary memory")
+            # ds_io also uses ordinary memory here: DeepSpeed's CPU accelerator returns the tensor without pinning it.
+            notes.append(
+                "memory cannot be pinned without a CUDA device: transfers use ordinary memory"
+            )
             memory = "ordinary"
     if given["gpu"] and (memory is None or given["use_gds"]):
         memory = "gpu"
@@ -211,7 +226,7 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
     if "io_engine" in values:
         values["io_engine"] = values["io_engine"].value
     both = given["read"] == given["write"]
-    same = {each.name for each in dataclasses.fields(Job)} & given.keys() - {"memory", "engine"}
+    shared = {each.name for each in dataclasses.fields(Job)} & given.keys() - {"memory", "engine"}
     job = Job(
         places=places,
         operations=tuple(name for name in ("write", "read") if both or given[name]),
@@ -219,13 +234,16 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
         engine=given["engine"].value,
         settings={_SETTINGS[option]: value for option, value in values.items()},
         memory=memory or "locked",
-        **{name: given[name] for name in same},
+        **{name: given[name] for name in shared},
     )
     problems += problems_of(job)
     if problems:
-        raise LeavingError(UNUSABLE, problems)
+        raise ExitError(UNUSABLE, problems)
     if len(places) not in (1, given["multi_process"]) and given["multi_process"] != 1:
-        notes.append(f"--multi-process has no effect: {len(places)} folders are mapped")
+        notes.append(
+            "--multi-process has no effect: the number of processes is the number of entries in "
+            f"--folder-to-device-mapping ({len(places)})"
+        )
     return job, notes
 
 
@@ -234,8 +252,8 @@ def _places(given: dict[str, Any], problems: list[str]) -> tuple[Place, ...]:
     names["folder_to_device_mapping"] = "--folder-to-device-mapping"
     chosen = [name for name in names if given[name]]
     if len(chosen) != 1:
-        named = ", ".join(names[name] for name in chosen) or "FOLDER"
-        problems.append(f"{named}: choose one of them" if chosen else f"{named}: missing")
+        options = ", ".join(names[name] for name in chosen) or "FOLDER"
+        problems.append(f"{options}: choose one of them" if chosen else f"{options}: missing")
         return ()
     if chosen != ["folder_to_device_mapping"]:
         return tuple(Place(given[chosen[0]], n) for n in range(given["multi_process"]))
@@ -244,7 +262,7 @@ def _places(given: dict[str, Any], problems: list[str]) -> tuple[Place, ...]:
         name, _, device = mapping.rpartition(":")
         if not name or not device.isascii() or not device.isdigit():
             problems.append(
-                f"{names[chosen[0]]}: {mapping!r} is not FOLDER:DEVICE, as /mnt/nvme0:0"
+                f"{names[chosen[0]]}: {mapping!r} is not FOLDER:DEVICE, such as /mnt/nvme0:0"
             )
             continue
         try:
@@ -257,7 +275,7 @@ def _places(given: dict[str, Any], problems: list[str]) -> tuple[Place, ...]:
 def _show(results: Results, console: Console) -> None:
     job = results.job
     memory = f"{job.memory} memory" if not job.gpu else "GPU memory"
-    memory += f" by way of {job.memory} memory" if job.gpu and job.memory != "gpu" else ""
+    memory += f" through {job.memory} memory" if job.gpu and job.memory != "gpu" else ""
     say(
         console,
         f"{len(job.places)} x {format_nbytes(job.io_nbytes)} in "
@@ -278,28 +296,28 @@ def _show(results: Results, console: Console) -> None:
                     table.add_row(f"{name} {number}", *comparison_cells(each), style="dim")
             table.add_row(name, *comparison_cells(row))
             if last["settings"]:
-                words.append(f"{name}: {_in_words(last['settings'])}")
+                words.append(f"{name}: {_describe(last['settings'])}")
             if last["gpu"]:
-                words.append(f"{name}: {_gpu_in_words(last['gpu'])}")
+                words.append(f"{name}: {_describe_gpu(last['gpu'])}")
     show(console, table)
     say(
         console,
-        "GB: 10^9 bytes. p50, p99: of one block. +MiB: memory besides the buffer. Reads are cold.",
+        "GB: 10^9 bytes. p50, p99: latency of one block. +MiB: memory in addition to the buffer. Reads are cold.",
     )
     for line in [*words, *(f"note: {note}" for note in dict.fromkeys(results.notes))]:
         say(console, line)
 
 
-def _gpu_in_words(gpu: dict[str, Any]) -> str:
-    """Return how bytes of GPUs went, all loops together."""
+def _describe_gpu(gpu: dict[str, Any]) -> str:
+    """Describe how the bytes of GPUs were transferred in all loops."""
     words = f"{gpu['gpu_nbytes'] / 1e9:.3f} GB of GPU memory in all loops"
     if "compat" not in gpu:
         return f"{words}, through page-locked buffers"
-    how = "compat: no way around host memory" if gpu["compat"] else "native"
+    how = "compat mode, which uses host memory" if gpu["compat"] else "native"
     return f"{words}, {gpu['gds_nbytes'] / 1e9:.3f} GB of them by cuFile ({how})"
 
 
-def _in_words(settings: dict[str, Any]) -> str:
+def _describe(settings: dict[str, Any]) -> str:
     return ", ".join(
         f"{name} {format_nbytes(value) if name == 'block_size' else value}"
         for name, value in settings.items()
@@ -313,17 +331,17 @@ def _predict(given: dict[str, Any]) -> None:
     try:
         parameters = offload.parse_count(given["offload"])
     except ValueError as error:
-        raise LeavingError(UNUSABLE, [f"--offload: {error}"]) from None
+        raise ExitError(UNUSABLE, [f"--offload: {error}"]) from None
     problems = [] if len(folders) == 1 else ["--offload: needs one folder"]
     if given["io_size"] < offload.SMALLEST_NBYTES:
         problems.append(f"--io-size: {given['io_size']} is less than 1M")
-    if reason := offload.why_not():
+    if reason := offload.unusable_reason():
         problems.append(f"--offload: {reason}")
     if problems:
-        raise LeavingError(UNUSABLE, problems)
+        raise ExitError(UNUSABLE, problems)
     job = offload.Job(parameters, folders[0], given["io_size"], given["loops"], given["training"])
-    with progress_bar() as told:
-        predicted = offload.run(job, told)
+    with progress_bar() as progress:
+        predicted = offload.run(job, progress)
     if given["as_json"]:
         print_json(predicted.as_dict())
     else:
@@ -332,15 +350,15 @@ def _predict(given: dict[str, Any]) -> None:
 
 def _show_prediction(result: Prediction, console: Console) -> None:
     job, gb = result.job, 1e9
-    what = "parameters, gradients and state" if job.training else "its state"
+    content = "parameters, gradients and state" if job.training else "its state"
     say(
         console,
-        f"AdamW of {job.parameters / 1e6:,.6g} M parameters, {what} in {job.folder}: reading and writing at once "
-        f"{result.nbytes_per_second / gb:.2f} GB/s together, arithmetic {result.parameters_per_second / 1e6:,.0f} M "
+        f"AdamW of {job.parameters / 1e6:,.6g} M parameters, {content} in {job.folder}: concurrent reads and writes "
+        f"{result.nbytes_per_second / gb:.2f} GB/s in total, arithmetic {result.parameters_per_second / 1e6:,.0f} M "
         f"parameters a second with {result.threads} threads",
     )
     numbers = ("budget GB", "moved GB", "written GB", "I/O s", "arithmetic s", "step s", "limit")
-    # How long a training's step takes depends on what the model computes.
+    # The time of a training step also depends on the model's computation, so these columns are left out.
     shown = numbers[:5] if job.training else numbers
     table = make_table(["parameters"], shown)
     for each in result.predictions:
@@ -355,7 +373,7 @@ def _show_prediction(result: Prediction, console: Console) -> None:
     show(console, table)
     say(
         console,
-        f"GB: 10^9 bytes. small: a budget that is small beside {what}. {_NOTES[job.training]}",
+        f"GB: 10^9 bytes. small: a budget that is small compared with {content}. {_NOTES[job.training]}",
     )
     if max(each.state_nbytes for each in result.predictions) > result.free_nbytes:
         free = f"{result.free_nbytes / gb:,.4g} GB free, less than the largest of these states"

@@ -1,4 +1,4 @@
-"""``tensorferry ls``, ``verify`` and ``convert``: what a checkpoint has, whether it is sound, and other formats."""
+"""``tensorferry ls``, ``verify`` and ``convert``: commands that list, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tensorferry.cli.consoles import (
     say,
     show,
 )
-from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with, printable
+from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, exiting_with, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,37 +31,39 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.tools.findings import Entry, Report, Shard
 
 _SHOWN = 50
-# What the function's parameters are called here.
+# The options and arguments for the parameters of the function convert().
 _NAMES = {"to": "--to", "max_shard_nbytes": "--max-shard", "target": "TARGET"}
 
 CheckpointPath = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint's folder, a file of torch.save's or NumPy's, or safetensors: a file, an index, a folder.",
+        help="The folder of a checkpoint, a file of torch.save or NumPy, or a safetensors file, index or folder.",
     ),
 ]
 TrustPickle = Annotated[
     bool,
     typer.Option(
         "--trust-pickle",
-        help="Let .metadata hold any object, which may run any code: only for checkpoints of those you trust.",
+        help="Allow any object in .metadata, which may run any code. Use this only for trusted checkpoints.",
     ),
 ]
 
 
 def ls(
     path: CheckpointPath,
-    shards: Annotated[bool, typer.Option("--shards", help="Show where each part lies.")] = False,
+    shards: Annotated[
+        bool, typer.Option("--shards", help="Show the file and the range of each part.")
+    ] = False,
     as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """List the tensors of a checkpoint, or of files of torch.save's, NumPy's or safetensors: shapes, dtypes, sizes.
+    """List the tensors of a checkpoint, or of files of torch.save, NumPy or safetensors, with dtypes, shapes and sizes.
 
-    Reads metadata alone. Exit codes: 0 done, 1 it is damaged or unreadable, 2 there is no checkpoint, or a file of
-    another kind.
+    Reads only metadata. Exit codes: 0 success, 1 the checkpoint is damaged or unreadable, 2 the path does not exist or
+    is not a checkpoint.
     """
-    with looking_at_checkpoints():
+    with reading_checkpoints():
         from tensorferry.checkpoint import tools
 
         entries = tools.entries(path, trust_pickle=trust_pickle)
@@ -77,29 +79,30 @@ def verify(
     trust_pickle: TrustPickle = False,
     write: Annotated[
         bool,
-        typer.Option("--write", help="Keep checksums beside safetensors files that have none."),
+        typer.Option("--write", help="Write checksums for safetensors files that have none."),
     ] = False,
 ) -> None:
-    """Read all of a checkpoint, or of a file of torch.save's or NumPy's, and compare it with its checksums.
+    """Read all data of a checkpoint, or of a file of torch.save or NumPy, and compare it with its checksums.
 
-    Works for what tensorferry has written and what torch has; what has no checksum is named. Of safetensors files (one,
-    an index, or a folder) headers are checked, and data compared with checksums that --write has once kept beside them.
+    Works for checkpoints of tensorferry and of torch. Data without a checksum is listed. For safetensors (a file, an
+    index or a folder), headers are validated, and data is compared with the checksums that an earlier --write has
+    stored next to the files.
 
-    Exit codes: 0 nothing is wrong, 1 something is damaged, missing or unreadable, 2 there is no checkpoint, or a file
-    of another kind.
+    Exit codes: 0 no problem was found, 1 data is damaged, missing or unreadable, 2 the path does not exist or is not a
+    checkpoint.
     """
-    with looking_at_checkpoints(), bytes_bar("verifying") as progress:
+    with reading_checkpoints(), bytes_bar("verifying") as progress:
         from tensorferry.checkpoint import tools
 
         report = tools.verify(
             path, trust_pickle=trust_pickle, write_checksums=write, progress=progress
         )
     if as_json:
-        print_json(_plain(report))
+        print_json(_as_dict(report))
     else:
         _show_report(report)
     if not report.sound:
-        raise LeavingError(FAILED)
+        raise ExitError(FAILED)
 
 
 def convert(
@@ -107,59 +110,59 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A checkpoint's folder, a file of torch.save's or NumPy's, or a safetensors file or folder.",
+            help="The folder of a checkpoint, a file of torch.save or NumPy, or a safetensors file or folder.",
         ),
     ],
     target: Annotated[
         str,
         typer.Argument(
             metavar="TARGET",
-            help="The new folder; or the new file, if the name ends in .safetensors.",
+            help="The new folder, or the new file if the name ends in .safetensors.",
         ),
     ],
     to: Annotated[
         str,
         typer.Option(
             metavar="auto|dcp|safetensors",
-            help="What the folder gets; auto: dcp of safetensors, and safetensors else.",
+            help="The new format. auto: dcp if the source is safetensors, otherwise safetensors.",
         ),
     ] = "auto",
     max_shard: Annotated[
         str,
         typer.Option(
             metavar="BYTES",
-            help="The most that one safetensors file of a folder has (GB of 10^9).",
+            help="The maximum size of each safetensors file of a folder (GB of 10^9 bytes).",
         ),
     ] = "5GB",
     tensors_only: Annotated[
-        bool, typer.Option("--tensors-only", help="Leave out what is no tensor.")
+        bool, typer.Option("--tensors-only", help="Leave out objects that are not tensors.")
     ] = False,
     trust_pickle: TrustPickle = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was moved as JSON, and nothing else.")
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to safetensors or back, or a file of torch.save's (to either) or NumPy's (to safetensors).
+    """Convert a checkpoint to safetensors or back, a file of torch.save to either, or a file of NumPy to safetensors.
 
-    Takes about 100 MB of memory, whatever the size. What is at the target is replaced when all is written. Exit codes:
-    0 done, 1 something is damaged, cannot be written, or cannot be held by the new format, 2 there is nothing to
-    convert, or a bad argument.
+    Uses about 100 MB of memory, whatever the size. An existing target is replaced once everything is written. Exit
+    codes: 0 success, 1 the source is damaged, the target cannot be written, or the new format cannot hold the data, 2
+    the source does not exist, or an argument is invalid.
     """
     with (
-        _leaving_for_arguments(),
-        looking_at_checkpoints("SOURCE"),
-        _leaving_for_target(target),
+        _exiting_for_arguments(),
+        reading_checkpoints("SOURCE"),
+        _exiting_for_target(target),
         bytes_bar("converting") as progress,
         warnings.catch_warnings(),
     ):
-        # What torch says to each save by one process, which this is on purpose.
+        # torch warns of each save by a single process, which is intended here.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         from tensorferry.checkpoint.tools.convert import convert
 
         moved = convert(
             source,
             target,
-            to=cast("Any", to),  # looked at there
+            to=cast("Any", to),  # convert() validates it
             max_shard_nbytes=max_shard,
             tensors_only=tensors_only,
             trust_pickle=trust_pickle,
@@ -173,14 +176,14 @@ def convert(
 
 
 @contextlib.contextmanager
-def looking_at_checkpoints(name: str = "PATH") -> Iterator[None]:
-    """End with 2 where an argument is no checkpoint, or a file of another kind, and with 1 where it is damaged."""
+def reading_checkpoints(name: str = "PATH") -> Iterator[None]:
+    """Exit with 2 if the path does not exist or is not a checkpoint, and with 1 if the checkpoint is damaged."""
     from tensorferry.checkpoint.errors import CheckpointError, NotACheckpointError
     from tensorferry.safetensors.errors import SafetensorError
 
     with (
-        leaving_with(FAILED, CheckpointError, SafetensorError),
-        leaving_with(
+        exiting_with(FAILED, CheckpointError, SafetensorError),
+        exiting_with(
             UNUSABLE, FileNotFoundError, NotADirectoryError, NotACheckpointError, name=name
         ),
     ):
@@ -188,27 +191,29 @@ def looking_at_checkpoints(name: str = "PATH") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leaving_for_target(target: str) -> Iterator[None]:
-    """End with 1 where nothing can be made at the target."""
+def _exiting_for_target(target: str) -> Iterator[None]:
+    """Exit with 1 if the target cannot be created."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, NotADirectoryError) and error.filename is None:  # our own words
-            raise LeavingError(FAILED, [f"TARGET: {error}"]) from None
-        place, found = Path(target).absolute(), Path(os.fsdecode(error.filename or "")).absolute()
-        if error.filename is None or not (found in place.parents or found.is_relative_to(place)):
+        if (
+            isinstance(error, NotADirectoryError) and error.filename is None
+        ):  # raised by tensorferry
+            raise ExitError(FAILED, [f"TARGET: {str(error).removeprefix('target: ')}"]) from None
+        path, found = Path(target).absolute(), Path(os.fsdecode(error.filename or "")).absolute()
+        if error.filename is None or not (found in path.parents or found.is_relative_to(path)):
             raise
-        raise LeavingError(FAILED, [f"TARGET: {error.strerror}: {target!r}"]) from None
+        raise ExitError(FAILED, [f"TARGET: {error.strerror}: {target!r}"]) from None
 
 
 @contextlib.contextmanager
-def _leaving_for_arguments() -> Iterator[None]:
-    """End with 2 where an argument is none that can be."""
+def _exiting_for_arguments() -> Iterator[None]:
+    """Exit with 2 if an argument is invalid. Replace the parameter's name in the message with the option's name."""
     try:
         yield
     except ValueError as error:
         name, colon, problem = str(error).partition(": ")
-        raise LeavingError(UNUSABLE, [_NAMES.get(name, name) + colon + problem]) from None
+        raise ExitError(UNUSABLE, [_NAMES.get(name, name) + colon + problem]) from None
 
 
 def _show_entries(entries: list[Entry], with_shards: bool) -> None:
@@ -224,13 +229,15 @@ def _show_entries(entries: list[Entry], with_shards: bool) -> None:
         )
         if with_shards:
             for shard in entry.shards:
-                table.add_row(Text(printable(f"  {_place(shard)}")), "", _box(shard), style="dim")
+                table.add_row(
+                    Text(printable(f"  {_location(shard)}")), "", _box(shard), style="dim"
+                )
     show(console, table)
-    what = counted(len(entries), "entry", "entries")
-    say(console, f"{what}, {decimal(sum(entry.nbytes for entry in entries))}")
+    count = counted(len(entries), "entry", "entries")
+    say(console, f"{count}, {decimal(sum(entry.nbytes for entry in entries))}")
 
 
-def _place(shard: Shard) -> str:
+def _location(shard: Shard) -> str:
     if shard.file is None:
         return "missing"
     return f"{shard.file}, bytes {shard.begin} to {shard.end}"
@@ -250,21 +257,22 @@ def _show_report(report: Report) -> None:
         shown = ", ".join(map(repr, report.unverified[:_SHOWN]))
         more = len(report.unverified) - _SHOWN
         shown += f" and {more} more" if more > 0 else ""
-        say(console, printable(f"could not be verified, for want of a checksum: {shown}"))
+        say(console, printable(f"could not be verified, because they have no checksum: {shown}"))
         if any(name.endswith(".safetensors") for name in report.unverified):
-            say(console, "(--write keeps checksums beside safetensors files, to compare them with)")
+            say(
+                console,
+                "(--write stores checksums next to safetensors files, for later comparison)",
+            )
     for name in report.written:
         say(console, printable(f"checksums written: {name}"))
-    found = counted(len(report.problems), "problem") if report.problems else "nothing is wrong"
+    found = counted(len(report.problems), "problem") if report.problems else "no problem found"
     if report.sound and report.unverified:
-        found += (
-            " with what can be verified" if report.nbytes else ", but nothing could be verified"
-        )
+        found += " in the verified part" if report.nbytes else ", but nothing could be verified"
     entries = counted(report.entries, "entry", "entries")
     say(console, printable(f"{report.path}: {entries}, {report.nbytes:,} bytes verified: {found}"))
 
 
-def _plain(report: Report) -> dict[str, object]:
+def _as_dict(report: Report) -> dict[str, object]:
     problems = [
         {
             "message": str(problem),

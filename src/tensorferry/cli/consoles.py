@@ -1,4 +1,4 @@
-"""How commands print: tables and texts on stdout, alike in all of them, and bars on stderr while they work."""
+"""Output of the commands: tables, text and JSON on stdout, and progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.progress import Progress as Moved
 
-# Lines are searched, cut and mailed: no name of ordinary length is folded there. But one long name, which anybody may
-# have put into a file, must not make each line as long.
+# Piped output is processed by other programs, so names of ordinary length must not be folded. The limit keeps a very
+# long name, which an untrusted file may contain, from making every line of the table as long as itself.
 _PIPED_WIDTH = 500
 
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print all that was found as JSON, and nothing else.")
+    bool, typer.Option("--json", help="Print the complete result as JSON, and nothing else.")
 ]
 
 
 def make_console() -> Console:
-    """Return a console on stdout; on a pipe one that is wide enough for any ordinary line, without control codes."""
+    """Return a console on stdout. On a pipe, it has no control codes, and is wide enough for any ordinary line."""
     console = Console(highlight=False, emoji=False)
     return (
         console
@@ -40,27 +40,27 @@ def make_console() -> Console:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line of text: as long as it is, and on a terminal wrapped between words, each line as far in."""
+    """Print text. On a terminal, it is wrapped between words, and all lines keep the indent of the first one."""
     if not console.is_terminal:
         console.print(text, markup=False, soft_wrap=True)
         return
-    inside = text.lstrip(" ")
-    console.print(Padding(Text(inside), (0, 0, 0, len(text) - len(inside)), expand=False))
+    stripped = text.lstrip(" ")
+    console.print(Padding(Text(stripped), (0, 0, 0, len(text) - len(stripped)), expand=False))
 
 
 def show(console: Console, table: Table) -> None:
-    """Print a table; elsewhere than on a terminal without the blanks that fill its rows."""
+    """Print a table. On a pipe, the blanks at the ends of its rows are removed."""
     if console.is_terminal:
         console.print(table)
         return
-    with console.capture() as drawn:
+    with console.capture() as captured:
         console.print(table)
-    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    lines = [line.rstrip() for line in captured.get().splitlines()]
     print("\n".join(lines).strip("\n"))
 
 
 def make_table(words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return a table with columns of words, which may be folded, and of numbers."""
+    """Return a table with columns of words, which are folded if necessary, and columns of numbers."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in words:
         table.add_column(name, overflow="fold")
@@ -70,36 +70,39 @@ def make_table(words: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def print_json(value: Any) -> None:
-    """Print all that a command has found: what --json means, of every command."""
+    """Print the complete result of a command, for the option --json."""
     print(json.dumps(value, indent=2))
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """Return how many there are, in words: "1 entry", "2 entries"."""
+    """Return a number with its noun: "1 entry", "2 entries"."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr where that is a terminal; what it yields is told what is done, how far, and of how much."""
-    if not sys.stderr.isatty():  # which rich may be told to overlook
+    """Show a bar on stderr if that is a terminal. Yield a function of a description, the progress, and the total."""
+    if (
+        not sys.stderr.isatty()
+    ):  # checked here, because FORCE_COLOR and similar variables override rich's own check
         yield lambda *_: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-    # Drawn when something is said only: a drawing thread would take processor time from what is measured.
+    # Without auto_refresh, the bar is drawn only on updates. A thread that draws it would take processor time from the
+    # measurements.
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _bar("", *columns, auto_refresh=False) as update:
 
-        def listen(description: str, done: int, total: int) -> None:
+        def report(description: str, done: int, total: int) -> None:
             update(description=description, completed=done, total=total, refresh=True)
 
-        yield listen
+        yield report
 
 
 @contextlib.contextmanager
 def bytes_bar(verb: str) -> Iterator[Callable[[Moved], None] | None]:
-    """Show a bar of bytes on stderr where that is a terminal; ``verb`` says what is done to them."""
+    """Show a bar of bytes on stderr if that is a terminal. ``verb`` describes the operation."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -109,8 +112,8 @@ def bytes_bar(verb: str) -> Iterator[Callable[[Moved], None] | None]:
 
         def show(progress: Moved) -> None:
             files = f", {progress.files} of {progress.total_files} files"
-            what = verb + files if progress.total_files > 1 else verb
-            update(description=what, completed=progress.nbytes, total=progress.total_nbytes)
+            description = verb + files if progress.total_files > 1 else verb
+            update(description=description, completed=progress.nbytes, total=progress.total_nbytes)
 
         yield show
 
@@ -127,4 +130,4 @@ def _bar(
         text, *columns, console=console, transient=True, auto_refresh=auto_refresh
     ) as bar:
         task = bar.add_task(description, total=None)
-        yield lambda **said: bar.update(task, **said)
+        yield lambda **fields: bar.update(task, **fields)

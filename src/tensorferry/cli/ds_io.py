@@ -1,4 +1,4 @@
-"""``tensorferry-ds-io``: DeepSpeed's ds_io, on tensorferry; the same options, defaults, files and result lines."""
+"""``tensorferry-ds-io``: DeepSpeed's ds_io on tensorferry, with the same options, defaults, files and result lines."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ if TYPE_CHECKING:
     from tensorferry.tuning.rounds import Comparison
 
 _NAME = "tensorferry-ds-io"
-# What ds_io calls GB is 2^30 bytes.
+# ds_io's GB is 2^30 bytes.
 _DS_IO_GB = 1 << 30
-# Where its defaults are not those of `tensorferry bench`, and what it has no options for.
+# Defaults of ds_io that differ from those of `tensorferry bench`. An ellipsis makes an option required.
 _DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
+# Options of `tensorferry bench` that ds_io lacks, with their values.
 _OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
 _OURS |= {"compare": False, "csv": False, "offload": None, "training": False}
 _OURS |= {"plot": None, "as_json": False}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line, and exit as the other commands do."""
-    from tensorferry.cli import without_libraries
+    """Run the command line, and exit with the same codes as the other commands."""
+    from tensorferry.cli import reporting_missing_packages
 
-    with without_libraries():
+    with reporting_missing_packages():
         from tensorferry.cli.app import command_of, run_command
         from tensorferry.cli.bench import bench
-        from tensorferry.cli.parsing import with_repeated
+        from tensorferry.cli.parsing import repeat_option
 
     parameters = []
     for each in inspect.signature(bench, eval_str=True).parameters.values():
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
             parameters.append(each)
     _ds_io.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     _ds_io.__annotations__ = {each.name: each.annotation for each in parameters}
-    given = with_repeated(
+    given = repeat_option(
         sys.argv[1:] if arguments is None else arguments, "folder_to_device_mapping"
     )
     run_command(command_of(_ds_io, _NAME, _NAME), _NAME, given, _NAME)
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _ds_io(**given: Any) -> None:
     """Measure tensorferry as DeepSpeed's ds_io measures DeepNVMe.
 
-    Options may be written with underscores. `tensorferry bench` can do more.
+    Options can also be written with underscores. `tensorferry bench` has more options.
     """
     from tensorferry.cli.bench import make_job, measure
 
@@ -63,7 +64,10 @@ def _ds_io(**given: Any) -> None:
 
 
 def result_lines(comparison: Comparison) -> list[str]:
-    """Return the four lines that scripts look for in ds_io's output: seconds of all loops, and their speed."""
+    """Return the four lines that scripts parse in ds_io's output: the seconds of all loops, and the speed.
+
+    "Task" is the time of the slowest process, "E2E" that from the first start to the last end of all processes.
+    """
     operation, samples = comparison.name.capitalize(), comparison.rows[0].samples
     nbytes = sum(sample.nbytes for sample in samples)
     count = len(samples[0].details["processes"])

@@ -1,4 +1,4 @@
-"""``tensorferry-ds-nvme-tune``: DeepSpeed's ``ds_nvme_tune``, its options and its last lines, on tensorferry."""
+"""``tensorferry-ds-nvme-tune``: DeepSpeed's ``ds_nvme_tune`` with tensorferry, with the same options and last lines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from tensorferry.cli import without_libraries
+from tensorferry.cli import reporting_missing_packages
 
-with without_libraries():
+with reporting_missing_packages():
     import typer
 
     from tensorferry.cli import tune as command
     from tensorferry.cli.app import command_of, run_command
     from tensorferry.cli.consoles import make_console, say
-    from tensorferry.cli.leaving import FAILED, LeavingError, printable
-    from tensorferry.cli.parsing import FOLDER, number, size, switch, value, with_repeated
+    from tensorferry.cli.exit_codes import FAILED, ExitError, printable
+    from tensorferry.cli.parsing import FOLDER, number, repeat_option, size, switch, value
     from tensorferry.tuning.tune import SMALLEST_NBYTES
 
 if TYPE_CHECKING:
@@ -27,23 +27,21 @@ if TYPE_CHECKING:
 
 _NAME = "tensorferry-ds-nvme-tune"
 _LOG_NAME = "tune.json"
-_THEIR_GB = 1 << 30
+_THEIR_GB = 1 << 30  # ds_nvme_tune's GB is 2^30 bytes
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line, or say what it needs."""
+    """Run the command line, or print which package is missing."""
     given = sys.argv[1:] if arguments is None else arguments
-    given = with_repeated(given, "nvme_dir", last=True)
+    given = repeat_option(given, "nvme_dir", last=True)
     run_command(command_of(ds_nvme_tune, _NAME, _NAME), _NAME, given, _NAME)
 
 
 def ds_nvme_tune(
     nvme_dir: list[Path] = typer.Option(
-        ..., "--nvme-dir", help="Writable folders on NVMe drives.", **FOLDER
+        ..., "--nvme-dir", help="Writable folders on the NVMe drives.", **FOLDER
     ),
-    io_size: int = size(
-        400 << 20, "--io-size", "Bytes written and read at a time.", SMALLEST_NBYTES
-    ),
+    io_size: int = size(400 << 20, "--io-size", "Bytes of each write and read.", SMALLEST_NBYTES),
     no_read: bool = command.NO_READ,
     no_write: bool = command.NO_WRITE,
     gpu: bool = command.GPU,
@@ -51,15 +49,18 @@ def ds_nvme_tune(
     sweep_config: Optional[Path] = command.SWEEP_CONFIG,
     no_save: bool = command.NO_SAVE,
     log_dir: Path = value(
-        "_aio_bench_logs", "--log-dir", "FOLDER", "Folder for every measurement, as JSON."
+        "_aio_bench_logs",
+        "--log-dir",
+        "FOLDER",
+        "The folder for a JSON file with all measurements.",
     ),
     loops: int = number(1, "--loops", (1, 1000), "Accepted, without effect."),
     flush_page_cache: bool = switch("--flush-page-cache", "Accepted, without effect."),
     verbose: bool = switch("--verbose", "Print all tables."),
 ) -> None:
-    """Find the aio settings for a drive: ds_nvme_tune's options, tensorferry's search.
+    """Find the aio settings for a drive, with ds_nvme_tune's options and tensorferry's search.
 
-    Options may be written with underscores. `tensorferry tune` can do more.
+    Options can also be written with underscores. `tensorferry tune` has more options.
     """
     job = command.make_job(
         nvme_dir,
@@ -70,7 +71,7 @@ def ds_nvme_tune(
         gds=gds,
         sweep_config=sweep_config,
     )
-    with _writing(log_dir):
+    with _exiting_for_log(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
     console = make_console()
     for name, given in (("loops", loops > 1), ("flush_page_cache", flush_page_cache)):
@@ -82,22 +83,22 @@ def ds_nvme_tune(
     if verbose:
         command.print_result(console, result)
     _print_as_theirs(result)
-    with _writing(log_dir / _LOG_NAME):
+    with _exiting_for_log(log_dir / _LOG_NAME):
         (log_dir / _LOG_NAME).write_text(json.dumps(result.as_json(), indent=1) + "\n")
-    command.leave_if_not_stored(result)
+    command.exit_if_not_stored(result)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """End with 1 where a log cannot be written."""
+def _exiting_for_log(path: Path) -> Iterator[None]:
+    """Exit with 1 if the log cannot be written."""
     try:
         yield
     except OSError as problem:
-        raise LeavingError(FAILED, [f"--log-dir: {path}: {problem.strerror}"]) from None
+        raise ExitError(FAILED, [f"--log-dir: {path}: {problem.strerror}"]) from None
 
 
 def _print_as_theirs(result: Result) -> None:
-    """Print what ds_nvme_tune ends with; its booleans are real ones here, not texts that are all true."""
+    """Print ds_nvme_tune's last lines. Booleans are JSON booleans here, where ds_nvme_tune prints them as strings."""
     rates = {name: rate["median"] / _THEIR_GB for name, rate in result.rates().items()}
     words = [f"{name} = {rates[name]:5.2f}" for name in ("read", "write") if name in rates]
     print(f"Best performance (GB/sec): {', '.join(words)}")

@@ -1,4 +1,4 @@
-"""Options as defaults of a command's parameters, for typer; and how DeepSpeed spells what may be many."""
+"""Helpers for typer options of a command's parameters, and DeepSpeed's syntax for options with several values."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ _MAX_FILE_NBYTES = (1 << 63) - 1
 
 
 def switch(name: str, text: str) -> Any:
-    """Return an option that is given or not."""
+    """Return a boolean option without a value."""
     return typer.Option(False, name, help=text)
 
 
-def value(default: Any, name: str, metavar: str, text: str, **how: Any) -> Any:
-    """Return an option with a value, of its parameter's type."""
-    return typer.Option(default, name, metavar=metavar, help=text, **how)
+def value(default: Any, name: str, metavar: str, text: str, **options: Any) -> Any:
+    """Return an option with a value of its parameter's type."""
+    return typer.Option(default, name, metavar=metavar, help=text, **options)
 
 
 def number(default: Any, name: str, limits: tuple[int, int], text: str) -> Any:
-    """Return an option that is a whole number between two."""
+    """Return an option with an integer value within limits."""
     return value(default, name, "N", text, min=limits[0], max=limits[1])
 
 
 def size(
     default: Any, name: str, text: str, minimum: int = 1, maximum: int = _MAX_FILE_NBYTES
 ) -> Any:
-    """Return an option that is a size between two, such as 400M."""
+    """Return an option with a size in bytes within limits, such as 400M."""
 
-    def read(given: Any) -> int:
+    def parse(raw: Any) -> int:
         try:
-            nbytes = parse_nbytes(given) if isinstance(given, str) else int(given)
+            nbytes = parse_nbytes(raw) if isinstance(raw, str) else int(raw)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         if not minimum <= nbytes <= maximum:
             limits = f"{format_nbytes(minimum)} to {format_nbytes(maximum)}"
-            raise typer.BadParameter(f"{given} is not in the range {limits}")
+            raise typer.BadParameter(f"{raw} is not in the range {limits}")
         return nbytes
 
     shown = format_nbytes(default) if isinstance(default, int) else False
-    return value(default, name, "BYTES", text, parser=read, show_default=shown)
+    return value(default, name, "BYTES", text, parser=parse, show_default=shown)
 
 
 def existing_folder(text: Any) -> Path:
-    """Return the path of a folder, or say why there is none."""
+    """Return the path of an existing folder, or raise BadParameter."""
     path = Path(text)
     if not path.exists():
         problem = f"the folder {str(text)!r} does not exist (is the drive mounted?)"
@@ -66,24 +66,25 @@ def existing_folder(text: Any) -> Path:
 FOLDER: dict[str, Any] = {"parser": existing_folder, "metavar": "FOLDER", "show_default": False}
 
 
-def with_repeated(arguments: Sequence[str], option: str, *, last: bool = False) -> list[str]:
-    """Return arguments in which each value of an option has the option's name before it, as typer wants it.
+def repeat_option(arguments: Sequence[str], option: str, *, last: bool = False) -> list[str]:
+    """Return arguments with the option's name before each of its values, which is the form that typer accepts.
 
-    DeepSpeed's commands take several values after one name. Where ``last``, only those of its last mention count.
+    DeepSpeed's commands accept several values after one name. With ``last``, only the values after the last occurrence
+    of the name count.
     """
     names = (f"--{option}", f"--{option.replace('_', '-')}")
-    found: list[str] = []
+    others: list[str] = []
     values: list[str] = []
-    inside = False
+    is_value = False
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name in names:
             values = [] if last else values
             values += [value] if equals else []
-            inside = not equals
-        elif inside and not argument.startswith("-"):
+            is_value = not equals
+        elif is_value and not argument.startswith("-"):
             values.append(argument)
         else:
-            inside = False
-            found.append(argument)
-    return found + [word for value in values for word in (names[1], value)]
+            is_value = False
+            others.append(argument)
+    return others + [word for value in values for word in (names[1], value)]

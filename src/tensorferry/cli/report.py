@@ -1,4 +1,4 @@
-"""``tensorferry report``: prints what ``tuning.report`` finds, as it finds it, and the advice."""
+"""``tensorferry report``: prints the facts and the advice that ``tuning.report`` collects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.consoles import AsJson, make_console, print_json, say
-from tensorferry.cli.leaving import UNUSABLE, LeavingError, printable
+from tensorferry.cli.exit_codes import UNUSABLE, ExitError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _STYLE_OF_LEVEL = {"stops": "bold red", "speed": "bold yellow", "hint": "bold cyan"}
 
-# Parts that are not called by their names.
+# Titles of parts that differ from the parts' keys.
 _TITLES = {
     "control_groups": "Limits of control groups",
     "gpu": "GPU",
     "gpudirect_storage": "GPUDirect Storage",
 }
 _NO_PARTS = ("tensorferry", "path", "advice")
-# What None means, where that is not "none".
-_NOTHING = {
+# The meaning of None for keys where it is not "none".
+_TEXTS_OF_NONE = {
     "soft": "unlimited",
     "hard": "unlimited",
     "settings": "none: the defaults",
-    "file": "none: TENSORFERRY_PROFILES switches profiles off",
+    "file": "none: profiles are disabled by TENSORFERRY_PROFILES",
     "version": "not installed",
 }
-_NO_LIMIT_KB = (1 << 31) - 1  # what a driver without a limit says
+_NO_LIMIT_KB = (1 << 31) - 1  # the value that a driver without a limit reports
 
 Row = tuple[str | Text, str]
 
@@ -43,19 +43,19 @@ def report(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="Folder, file or block device to look at.", show_default=False
+            metavar="PATH", help="The folder, file or block device to inspect.", show_default=False
         ),
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do for files at PATH, why not more, and what would help."""
+    """Report what this machine supports for files at PATH, what limits it, and how to improve it."""
     from tensorferry.tuning.report import report as collect
 
     try:
         path.stat()
     except OSError as error:
         problem = f"PATH: {(error.strerror or str(error)).lower()}: {str(path)!r}"
-        raise LeavingError(UNUSABLE, [problem]) from None
+        raise ExitError(UNUSABLE, [problem]) from None
     facts = collect(path)
     if as_json:
         print_json(facts)
@@ -75,7 +75,7 @@ def report(
 
 
 def _print_rows(console: Console, rows: list[Row]) -> None:
-    # On a terminal long values are wrapped in their column; elsewhere lines are searched and mailed.
+    # Long values are wrapped on a terminal only. Piped output has one line for each row, for other programs.
     width = max(len(name) for name, _ in rows)
     if not console.is_terminal:
         for name, value in rows:
@@ -90,19 +90,19 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
 
 
 def _rows(facts: Any) -> Iterator[Row]:
-    """Give names and values, what lies in another indented by two."""
+    """Yield names and values. Nested facts are indented by two."""
     if isinstance(facts, list):
         facts = {fact.get("name", str(number)): fact for number, fact in enumerate(facts)}
     if not facts or "unknown" in facts:
         yield ("none" if not facts else f"unknown: {facts['unknown']}", "")
         return
     for name, fact in facts.items():
-        inside: Any = fact if isinstance(fact, dict) else {}
+        nested: Any = fact if isinstance(fact, dict) else {}
         if isinstance(fact, list) and fact and isinstance(fact[0], dict):
-            inside = fact
-        if inside and "unknown" not in inside:
+            nested = fact
+        if nested and "unknown" not in nested:
             yield _words(name), ""
-            yield from ((f"  {each}", value) for each, value in _rows(inside))
+            yield from ((f"  {each}", value) for each, value in _rows(nested))
         else:
             yield _words(name), _value(name, fact)
 
@@ -119,10 +119,10 @@ def _value(name: str, fact: Any) -> str:
     if isinstance(fact, list):
         return ", ".join(map(str, fact)) or "none"
     if fact is None:
-        return _NOTHING.get(name, "none")
+        return _TEXTS_OF_NONE.get(name, "none")
     if isinstance(fact, bool):
         return "yes" if fact else "no"
-    if name == "options":  # of a mount, without a blank between them where a line could end
+    if name == "options":  # mount options: the blanks allow a line break between them
         return str(fact).replace(",", ", ")
     if name.endswith("nbytes") or (name in ("soft", "hard") and fact >= 1 << 20):
         return _nbytes(fact)
@@ -140,7 +140,7 @@ def _nbytes(nbytes: int) -> str:
 
 def _print_advice(console: Console, advice: list[dict[str, str]]) -> None:
     if not advice:
-        console.print("\n[bold]Advice[/bold]\n  None: nothing was found that would help.")
+        console.print("\n[bold]Advice[/bold]\n  None: no possible improvement was found.")
         return
     console.print("\n[bold]Advice[/bold], most important first")
     rows: list[Row] = []

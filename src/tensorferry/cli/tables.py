@@ -1,4 +1,7 @@
-"""Tables of what was measured, alike for ``tensorferry bench`` and the project's own benchmarks."""
+"""Tables of measurements, for ``tensorferry bench`` and the project's own benchmarks.
+
+A contender is one way to do the measured work, such as tensorferry, fio or plain Python.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def comparison_cells(row: Row) -> list[str]:
-    """Return GB/s, their range, latencies, processor time and memory of a contender."""
+    """Return the cells of a contender's row: GB/s and their range, latencies, CPU time, and growth of memory."""
     latency = row.samples[-1].details.get("latency_microseconds") or {}
     cpu, growth = row.cpu_seconds_per_gb, row.peak_growth_nbytes
     return [
@@ -26,7 +29,10 @@ def comparison_cells(row: Row) -> list[str]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a table of contenders, the best one first, each beside the best fio of the same rounds."""
+    """Return a table of contenders, the best one first.
+
+    It has the ratio of each contender to the best configuration of fio, computed within the same rounds.
+    """
     numbers = (comparison.unit, "min .. max", "over best fio", "min .. max", "CPU s/GB", "+MiB")
     table = make_table(["contender"], numbers)
     table.title, table.title_justify = f"{comparison.name}: {comparison.rules}", "left"

@@ -1,4 +1,4 @@
-"""``tensorferry tune``: find the settings that are faster on a drive, and have them used."""
+"""``tensorferry tune``: finds faster settings for a drive, and stores them for use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import AsJson, make_console, make_table, print_json, say, show
-from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, printable, say_problems
+from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, printable, say_problems
 from tensorferry.cli.parsing import FOLDER, size, switch, value
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.transfer import profiles, runtime
@@ -27,40 +27,40 @@ from tensorferry.tuning.candidates import available_engines, candidates_of_json,
 if TYPE_CHECKING:
     from tensorferry.transfer.profiles import Profile
     from tensorferry.transfer.settings import Settings
-    from tensorferry.tuning.tune import Found, Job, Progress, Result
+    from tensorferry.tuning.tune import Finding, Job, Progress, Result
 
 _GB = 1e9
 _STORE_REMEDY = "--no-save, or another file in TENSORFERRY_PROFILES"
 _REMEDIES = {
     errno.ENOSPC: "free some space, or use a smaller --io-size",
-    errno.EDQUOT: "the quota is used up; use a smaller --io-size",
-    errno.EACCES: "choose a folder that you may write to",
+    errno.EDQUOT: "the quota is exhausted; use a smaller --io-size",
+    errno.EACCES: "choose a writable folder",
     errno.EROFS: "the file system is mounted read-only",
 }
 
-# Shared with ds_nvme_tune.
-NO_READ = switch("--no-read", "Do not look at reading.")
-NO_WRITE = switch("--no-write", "Do not look at writing.")
-GPU = switch("--gpu", "Move CUDA tensors: the first folder's is on GPU 0, and so on.")
-GDS = switch("--gds", "--gpu, as gds_handle does it (GPUDirect Storage).")
-NO_SAVE = switch("--no-save", "Do not store the settings for use.")
+# The options that this command shares with tensorferry-ds-nvme-tune.
+NO_READ = switch("--no-read", "Do not tune reads.")
+NO_WRITE = switch("--no-write", "Do not tune writes.")
+GPU = switch("--gpu", "Transfer CUDA tensors, on GPU 0 for the first folder, and so on.")
+GDS = switch("--gds", "Transfer CUDA tensors with gds_handle (GPUDirect Storage).")
+NO_SAVE = switch("--no-save", "Do not store the settings.")
 SWEEP_CONFIG = value(
     None,
     "--sweep-config",
     "PATH",
-    "JSON with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
+    "JSON file with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
 )
 
 
 def tune(
     folders: list[Path] = typer.Argument(
-        [], help="Folders on the drives to tune, one after the other.", **FOLDER
+        [], help="The folders on the drives to tune, one after the other.", **FOLDER
     ),
     io_size: Optional[int] = size(
         None,
         "--io-size",
-        "Bytes written and read at a time, such as 400M. Default: what the drive moves in 0.02 s, from 64M to 1G, at "
-        "most a quarter of the free space and of the memory.",
+        "Bytes of each write and read, such as 400M. Default: what the drive transfers in 0.02 s, between 64M and "
+        "1G, and at most a quarter of the free space and of the memory.",
         tuning.SMALLEST_NBYTES,
     ),
     no_read: bool = NO_READ,
@@ -74,28 +74,28 @@ def tune(
         tuning.SECONDS,
         "--seconds",
         "N",
-        "What a drive may take at most; more time tells smaller gains apart.",
+        "The maximum time for each drive. More time can prove smaller gains.",
         min=1,
         max=3600,
     ),
     show_stored: bool = switch(
-        "--show", "Show the stored settings (of the folders), and do no more."
+        "--show", "Only show the stored settings (of the folders, if given)."
     ),
     forget: bool = switch(
-        "--forget", "Remove the stored settings (of the folders), and do no more."
+        "--forget", "Only remove the stored settings (of the folders, if given)."
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Find the settings that are faster than the default ones on a drive, and have them used.
+    """Find settings that are faster than the default on a drive, and store them for use.
 
-    Tries about a dozen engines, block sizes, queue depths and numbers of workers by writing and reading a file without
-    a name in each folder, in turns with the default settings, and then once more the best against the default. What is
-    proven is stored, for this file system, for reads or for writes: handles and files that are given no settings use it
-    from then on. Else nothing is. Prints the aio section for DeepSpeed.
+    Tries about a dozen combinations of engine, block size, queue depth and number of workers, by writing and reading an
+    unnamed file in each folder, alternately with the default settings. Then the best combination is compared with the
+    default again. Proven settings are stored for this file system, separately for reads and writes. Handles and files
+    without explicit settings use them from then on. Otherwise nothing is stored. Prints the aio section for DeepSpeed.
     """
     console = make_console()
     if show_stored and forget:
-        raise LeavingError(UNUSABLE, ["--show, --forget: choose one of them"])
+        raise ExitError(UNUSABLE, ["--show, --forget: choose one of them"])
     if show_stored or forget:
         (_show if show_stored else _forget)(console, folders)
         return
@@ -114,7 +114,7 @@ def tune(
         print_json(result.as_json())
     else:
         print_result(console, result)
-    leave_if_not_stored(result)
+    exit_if_not_stored(result)
 
 
 def make_job(
@@ -128,26 +128,26 @@ def make_job(
     sweep_config: Path | None,
     seconds: float = tuning.SECONDS,
 ) -> Job:
-    """Return the job that options ask for, or leave with what is wrong with them."""
+    """Return the job for the options. Exit with 2 if they are invalid."""
     problems = [] if folders else ["FOLDER: name a folder on the drive to tune"]
     if no_read and no_write:
         problems.append("--no-read, --no-write: nothing is left to measure")
-    tried: list[Settings] = []
+    candidates: list[Settings] = []
     if sweep_config is not None:
         try:
-            tried = candidates_of_json(sweep_config, default_settings())
+            candidates = candidates_of_json(sweep_config, default_settings())
         except ValueError as problem:
             problems.append(f"--sweep-config: {problem}")
-    if (gpu or gds) and (reason := gpus.why_no_gpu()):
+    if (gpu or gds) and (reason := gpus.gpu_refusal()):
         problems.append(f"{'--gds' if gds else '--gpu'}: {reason}")
-    elif gds and (reason := gpus.why_no_gds()):
+    elif gds and (reason := gpus.gds_refusal()):
         problems.append(f"--gds: {reason}")
     if problems:
-        raise LeavingError(UNUSABLE, problems)
+        raise ExitError(UNUSABLE, problems)
     return tuning.Job(
         tuple(folder.resolve() for folder in folders),
-        tuple(d for d, left_out in (("write", no_write), ("read", no_read)) if not left_out),
-        tuple(tried),
+        tuple(d for d, is_excluded in (("write", no_write), ("read", no_read)) if not is_excluded),
+        tuple(candidates),
         io_size,
         seconds,
         tuple(range(gpus.device_count())) if gpu or gds else (None,),
@@ -157,42 +157,42 @@ def make_job(
 
 
 def run(console: Console, job: Job, *, save: bool) -> Result:
-    """Tune, with a bar or, on a pipe, a line for each part; what goes wrong is one clear line and exit code 1."""
-    # Drawn between measurements only: a drawing thread would take processor time from them.
+    """Tune, with a progress bar, or with a line for each part on a pipe. An error is one line, with exit code 1."""
+    # The bar is drawn between measurements only. A thread that draws it would take processor time from measurements.
     columns = BarColumn(), TextColumn("{task.description}")
     terminal = console.is_terminal
     bar = Bar(*columns, console=console, auto_refresh=False, transient=True, disable=not terminal)
     task = bar.add_task("", total=1.0)
-    seen: list[str] = []
+    printed: list[str] = []
 
-    def told(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         left = f"{100 * progress.share:.0f} %, at most {_duration(progress.seconds_left)} left"
         words = f"{left}: {progress.what}"
         bar.update(task, completed=progress.share, description=printable(words), refresh=True)
-        if not terminal and progress.what not in seen:
-            seen.append(progress.what)
+        if not terminal and progress.what not in printed:
+            printed.append(progress.what)
             say(console, printable(words))
 
     try:
         with warnings.catch_warnings(record=True) as caught, bar:
             warnings.simplefilter("always", RuntimeWarning)
-            result = tuning.tune(job, told, save=save)
+            result = tuning.tune(job, report, save=save)
     except (OSError, MemoryError) as problem:
-        raise LeavingError(FAILED, [_explained(problem, job)]) from None
+        raise ExitError(FAILED, [_explain(problem, job)]) from None
     except EngineUnavailableError as problem:
-        raise LeavingError(FAILED, [problem]) from None
+        raise ExitError(FAILED, [problem]) from None
     say_problems("Note", (warning.message for warning in caught))
     return result
 
 
-def leave_if_not_stored(result: Result) -> None:
-    """End with 1 where what was found should have been stored and could not be."""
+def exit_if_not_stored(result: Result) -> None:
+    """Exit with 1 if settings could not be stored."""
     if result.not_stored:
-        raise LeavingError(FAILED, [f"not stored: {result.not_stored}"])
+        raise ExitError(FAILED, [f"the settings were not stored: {result.not_stored}"])
 
 
 def print_result(console: Console, result: Result) -> None:
-    """Print what was decided for each drive and direction, and what it is worth."""
+    """Print the chosen settings and their gain for each drive and direction."""
     table = make_table(["drive", "", "settings"], ("GB/s", "min .. max", "default", "CPU s/GB"))
     for each in result.found:
         rates = [each.rates[name] / _GB for name in ("median", "low", "high")]
@@ -219,28 +219,34 @@ def print_result(console: Console, result: Result) -> None:
         say(console, printable(f"Note: {warning}"))
     for places, words in (
         (result.stored_for, "Stored for {}: handles and files without explicit settings use it."),
-        (result.dropped_for, "Dropped what was stored for {}: it is not proven any more."),
+        (
+            result.dropped_for,
+            "Dropped the stored settings for {}: they are no longer proven to be faster.",
+        ),
     ):
         if places:
             say(console, "\n" + words.format(printable(", ".join(places))))
 
 
-def conclusion(found: Found) -> str:
-    """Return in a sentence what was chosen, and how sure that is."""
+def conclusion(found: Finding) -> str:
+    """Return a sentence with the choice and how well it is proven."""
     decision = found.decision
-    place = f"{found.folder}: {found.direction}"
+    subject = f"{found.folder}: {found.direction}"
     if decision.nominee is None:
-        return f"{place}: the default settings: no others were seen to be 2 % faster"
+        return f"{subject}: the default settings: no others were at least 2 % faster"
     if not decision.pairs or decision.low == decision.gain == 1.0:
-        return f"{place}: the default settings: the drive is too slow to prove another in this time"
+        return (
+            f"{subject}: the default settings: in the given time the drive allowed too few measurements to prove that "
+            "others are faster (remedy: more time, with tensorferry tune --seconds)"
+        )
     gain = (
-        f"{decision.gain:.2f} times as fast as the default, surely {decision.low:.2f}, in "
+        f"{decision.gain:.2f} times as fast as the default, at least {decision.low:.2f}, in "
         f"{decision.pairs} pairs"
     )
-    who = describe(decision.nominee, decision.default)
+    nominee = describe(decision.nominee, decision.default)
     if decision.chosen == decision.default:
-        return f"{place}: the default settings: {who} came nearest, {gain}"
-    return f"{place}: {who}: {gain}"
+        return f"{subject}: the default settings: {nominee} came closest, {gain}"
+    return f"{subject}: {nominee}: {gain}"
 
 
 def describe(settings: Settings, default: Settings | None = None) -> str:
@@ -258,10 +264,10 @@ def _duration(seconds: float) -> str:
     return f"{minutes}:{rest:02} minutes" if minutes else f"{rest} s"
 
 
-def _explained(problem: OSError | MemoryError, job: Job) -> str:
+def _explain(problem: OSError | MemoryError, job: Job) -> str:
     if isinstance(problem, MemoryError):
-        return f"{problem or 'no memory'} (remedy: a smaller --io-size)"
-    # A transfer names the file, which has no name.
+        return f"{problem or 'out of memory'} (remedy: a smaller --io-size)"
+    # The error of a transfer names the unnamed file, as "... (deleted)". The folders are more useful.
     name = str(problem.filename or "(deleted)")
     where = ", ".join(map(str, job.folders)) if name.endswith("(deleted)") else name
     of_store = name == runtime.profiles_path()
@@ -269,7 +275,7 @@ def _explained(problem: OSError | MemoryError, job: Job) -> str:
     return f"{where}: {problem.strerror or problem}" + (f" (remedy: {remedy})" if remedy else "")
 
 
-# What is stored
+# Stored settings
 
 
 def _show(console: Console, folders: list[Path]) -> None:
@@ -278,7 +284,7 @@ def _show(console: Console, folders: list[Path]) -> None:
         warnings.simplefilter("always", RuntimeWarning)
         kept = profiles.load(store)
     if caught:
-        raise LeavingError(FAILED, [warning.message for warning in caught])
+        raise ExitError(FAILED, [warning.message for warning in caught])
     if folders:
         systems = [profiles.file_system_of(folder) for folder in folders]
         kept = [each for system in systems for each in profiles.profiles_of(system, kept)]
@@ -300,7 +306,7 @@ def _show(console: Console, folders: list[Path]) -> None:
 
 
 def _number(found: Any, scale: float) -> str:
-    """Return a median of what anybody may have written into the file."""
+    """Return a median from the file. Return "" if it is invalid, as any program may have written the file."""
     try:
         return f"{found['median'] / scale:.2f}"
     except (KeyError, TypeError, OverflowError):
@@ -318,7 +324,7 @@ def _forget(console: Console, folders: list[Path]) -> None:
             removed += storing.forget(store)
     except (OSError, ValueError) as problem:
         words = getattr(problem, "strerror", None) or problem
-        raise LeavingError(FAILED, [f"{store}: {words}"]) from None
+        raise ExitError(FAILED, [f"{store}: {words}"]) from None
     if not removed:
         say(console, printable(f"no settings are stored in {store}"))
     for profile in removed:
@@ -329,5 +335,5 @@ def _forget(console: Console, folders: list[Path]) -> None:
 def _store() -> Path:
     path = runtime.profiles_path()
     if path is None:
-        raise LeavingError(FAILED, ["TENSORFERRY_PROFILES=0 switches profiles off"])
+        raise ExitError(FAILED, ["profiles are disabled by TENSORFERRY_PROFILES=0"])
     return Path(path)

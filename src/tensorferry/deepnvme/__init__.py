@@ -1,1 +1,1 @@
-"""DeepNVMe's place: its handles, and DeepSpeed's ops on them; see :mod:`tensorferry.deepspeed`."""
+"""The replacement for DeepNVMe: its handles, and DeepSpeed's ops that use them; see :mod:`tensorferry.deepspeed`."""

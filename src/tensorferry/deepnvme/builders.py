@@ -1,8 +1,8 @@
-"""The hooks: which parts of DeepSpeed install() replaces, each with the way back.
+"""The hooks of install(): the parts of DeepSpeed that it replaces, each with a callback that restores the original.
 
-DeepSpeed resolves its builder classes once, at import, by its accelerator. Methods are replaced on those classes, so
-that modules which imported them earlier are reached. Where an accelerator has no such op, all its names share one
-class that refuses to load; there each name gets a subclass of its own, in every module that has the name.
+DeepSpeed selects its builder classes once, at import, for its accelerator. The hooks replace methods of those classes,
+which also takes effect in modules that imported the classes earlier. If an accelerator does not have an op, all builder
+names share one class that refuses to load. Each name then gets its own subclass, in every module that has the name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "deepspeed.ops.op_builder"
 
-# Names of the classes, and of the ops in DeepSpeed's tables. The oldest DeepSpeed served has no PinMemoryBuilder.
+# The builder classes, and the ops' names in DeepSpeed's tables. The oldest supported DeepSpeed has no PinMemoryBuilder.
 _OPS = {
     "AsyncIOBuilder": "async_io",
     "GDSBuilder": "gds",
@@ -33,7 +33,7 @@ _MISSING = object()
 
 
 def import_deepspeed() -> None:
-    """Import all of DeepSpeed that :func:`replace` looks at."""
+    """Import the parts of DeepSpeed that :func:`replace` changes."""
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -46,26 +46,26 @@ def import_deepspeed() -> None:
 
 
 def replace(stack: ExitStack) -> None:
-    """Replace the builders' methods and DeepSpeed's tables of ops; the stack puts back what was there."""
+    """Replace the builders' methods and DeepSpeed's tables of ops; closing the stack restores the originals."""
     import deepspeed.ops.op_builder
 
     _warn_of_loaded_ops(deepspeed.ops.op_builder.builder.OpBuilder)
     for builder, op in _OPS.items():
         for found in _classes(builder):
-            served = found if op == found.NAME else _own_class(stack, builder, found)
-            _replace_methods(stack, served, op)
+            target = found if op == found.NAME else _separate_class(stack, builder, found)
+            _replace_methods(stack, target, op)
     _replace_tables(stack)
 
 
 def _classes(builder: str) -> list[Any]:
-    """Return the distinct classes that go by a builder's name in DeepSpeed's packages of builders."""
+    """Return the distinct classes with a builder's name in DeepSpeed's packages of builders."""
     modules = [m for name, m in list(sys.modules.items()) if name.partition(_PACKAGE)[0] == ""]
     found = [getattr(module, builder, None) for module in modules]
     return list(dict.fromkeys(kind for kind in found if isinstance(kind, type)))
 
 
-def _own_class(stack: ExitStack, builder: str, shared: Any) -> Any:
-    """Give a builder's name a class of its own, a subclass of the one that it shares with others."""
+def _separate_class(stack: ExitStack, builder: str, shared: Any) -> Any:
+    """Replace the class that a builder's name shares with other names by a separate subclass, and return it."""
     own = type(builder, (shared,), {"__module__": shared.__module__, "__doc__": shared.__doc__})
 
     def rename(before: Any, after: Any) -> None:
@@ -80,17 +80,17 @@ def _own_class(stack: ExitStack, builder: str, shared: Any) -> Any:
 
 def _replace_methods(stack: ExitStack, builder: Any, op: str) -> None:
     if op == "utils":
-        own_load = builder.load
+        original_load = builder.load
 
         def load_utils(self: Any, verbose: bool = False) -> Any:
-            return _Utils(lambda: own_load(self, verbose))
+            return _Utils(lambda: original_load(self, verbose))
 
         set_attribute(stack, builder, "load", load_utils)
         return
 
     def load(_: Any, verbose: bool = False) -> Any:
         if verbose:
-            print(f"tensorferry {tensorferry.__version__} serves {op}; nothing is compiled")
+            print(f"tensorferry {tensorferry.__version__} provides {op}; nothing is compiled")
         return ops
 
     def is_compatible(self: Any, verbose: bool = False) -> bool:
@@ -104,10 +104,10 @@ def _replace_methods(stack: ExitStack, builder: Any, op: str) -> None:
 
 
 class _Utils(types.ModuleType):
-    """`utils` with our cast_to_byte_tensor; any other function is DeepSpeed's, compiled when it is first asked for."""
+    """The op `utils` with our cast_to_byte_tensor. All other functions are DeepSpeed's, compiled on first use."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        super().__init__("utils", "DeepSpeed's utils op, served by tensorferry where it can be.")
+        super().__init__("utils", "DeepSpeed's utils op; tensorferry provides a part of it.")
         self.cast_to_byte_tensor = ops.cast_to_byte_tensor
         self._load = load
 
@@ -119,7 +119,7 @@ class _Utils(types.ModuleType):
         except AttributeError:
             raise
         except Exception as error:
-            raise AttributeError(f"{name}: DeepSpeed's utils op does not load: {error}") from error
+            raise AttributeError(f"{name}: cannot load DeepSpeed's utils op: {error}") from error
 
 
 def _refusal(op: str) -> str | None:
@@ -133,17 +133,18 @@ def _refusal(op: str) -> str | None:
 
 
 def _replace_tables(stack: ExitStack) -> None:
-    """Let DeepSpeed's report and its users' checks see what is served."""
+    """Mark the ops as compatible and installed in DeepSpeed's tables, which its report and users' checks read."""
     import deepspeed.git_version_info
     import deepspeed.ops
 
-    # From 0.19 on the table of compatible ops is made when it is first looked at: it must not outlive us.
+    # Since 0.19 DeepSpeed builds the table of compatible ops on first access. If that happens while we are installed,
+    # uninstall() must remove it.
     name = "__compatible_ops__"
     table = vars(deepspeed.ops).get(name)
     if table is None:
         stack.callback(vars(deepspeed.ops).pop, name, None)
-    # Not gds: asking for it initialises CUDA, after which this process could not fork for work on GPUs. Its builder
-    # is asked when the time has come.
+    # The entry of gds is not changed: its check would initialize CUDA, and after that the process's forked children
+    # could not use CUDA. GDSBuilder makes the check when it is used.
     for op in ("async_io", "pin_memory"):
         if table is not None and op in table:
             _set_item(stack, table, op, _refusal(op) is None)
@@ -156,16 +157,16 @@ def _warn_of_loaded_ops(base: Any) -> None:
     loaded = sorted({"async_io", "gds", "pin_memory"} & set(base._loaded_ops))
     if loaded:
         warnings.warn(
-            f"DeepSpeed's own {', '.join(loaded)} is loaded already: what was made with it stays with it, and neither "
-            "engine knows the other's locked tensors (remedy: tensorferry.deepspeed.install() right after "
-            "import deepspeed)",
+            f"DeepSpeed's own {', '.join(loaded)} is loaded already: existing handles keep using it, and the two "
+            "engines do not recognize each other's locked tensors (remedy: call tensorferry.deepspeed.install() "
+            "directly after import deepspeed)",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
 def set_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give an attribute another value; the stack puts back what was there."""
+    """Set an attribute; closing the stack restores the original."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     if before is _MISSING:

@@ -1,7 +1,8 @@
-"""DeepNVMe's handle for GPU memory, on cuFile (GPUDirect Storage); and the GPU memory that is pinned for it.
+"""DeepNVMe's handle for GPU memory, on cuFile (GPUDirect Storage), and the GPU memory that is pinned for it.
 
-Where the machine lets the drive and the GPU talk to each other, aligned parts of a tensor go by cuFile. Where it does
-not, cuFile would copy through host memory; our own way between files and GPUs then does that, which overlaps better.
+If the machine supports direct transfers between drive and GPU, cuFile transfers the aligned parts of a tensor. If not,
+cuFile would copy through host memory. The handle then uses tensorferry's own bounce buffers for GPU memory, which
+overlap copies and I/O better.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tensorferry.deepnvme.handles import (
     aio_handle,
 )
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.transfer.arrays import Memory, memory_of, moved
+from tensorferry.transfer.arrays import Memory, has_moved, memory_of
 from tensorferry.transfer.memory import elements_like, gpu_in_use
 from tensorferry.transfer.runtime import start_scheduler
 
@@ -34,18 +35,18 @@ _VARIABLE = "TENSORFERRY_GDS"
 
 
 class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
-    """Read and write CUDA tensors by GPUDirect Storage, others as :class:`aio_handle`: DeepNVMe's ``gds_handle``.
+    """DeepNVMe's ``gds_handle``: GPUDirect Storage for CUDA tensors; other tensors are moved as by :class:`aio_handle`.
 
     Parameters
     ----------
     block_size : int
         As for :class:`aio_handle`.
     queue_depth : int
-        Blocks in flight at most, for each worker.
+        The maximum number of blocks in flight for each worker.
     single_submit, overlap_events : bool
         As for :class:`aio_handle`.
     intra_op_parallelism : int
-        Workers, which share the blocks of all requests.
+        The number of workers, which share the blocks of all requests.
     num_threads : int, optional
         Another name for ``intra_op_parallelism``.
 
@@ -54,21 +55,21 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
     ValueError
         An argument is out of range.
     EngineUnavailableError
-        There is no CUDA driver or no cuFile here; the message says why and what helps.
+        The CUDA driver or cuFile is missing or does not work; the message has the reason and the remedy.
 
     Notes
     -----
-    Where neither the nvidia-fs module nor PCI P2P DMA is there, cuFile would copy through host memory itself. The
-    handle then moves GPU memory as :class:`aio_handle` does: ``handle.engine`` ends with "(compat)",
-    ``handle.engine_refusals["cufile"]`` says why, and ``stats()["compat"]`` is True. The environment variable
-    ``TENSORFERRY_GDS=cufile`` has cuFile do it nevertheless, for comparisons.
+    Without the nvidia-fs module and without PCI P2P DMA, cuFile would copy through host memory. The handle then
+    transfers GPU memory as :class:`aio_handle` does: ``handle.engine`` ends with "(compat)",
+    ``handle.engine_refusals["cufile"]`` has the reason, and ``stats()["compat"]`` is True. For comparisons, the
+    environment variable ``TENSORFERRY_GDS=cufile`` makes the handle use cuFile in this case, too.
 
-    Tensors need not be pinned: that saves cuFile a copy within the GPU. A pinned tensor's memory is kept until it is
-    unpinned or freed, or the handle that pinned it is closed, since torch must not give it to anybody while cuFile
-    has it. All handles of the process know what is pinned.
+    Tensors need not be pinned, but pinning saves cuFile a copy inside the GPU. The memory of a pinned tensor is kept
+    until the tensor is unpinned or freed, or the handle that pinned it is closed: torch must not reuse the memory while
+    it is registered with cuFile. Pinned tensors are known to all handles of the process.
 
-    cuFile is configured as always, by ``CUFILE_ENV_PATH_JSON``; it writes ``cufile.log`` into the current folder unless
-    ``CUFILE_LOGFILE_PATH`` names another place.
+    cuFile is configured as usual, by ``CUFILE_ENV_PATH_JSON``. It writes ``cufile.log`` into the current folder, or to
+    ``CUFILE_LOGFILE_PATH`` if that is set.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         *,
         num_threads: int | None = None,
     ) -> None:
-        self._compat: str | None = None  # why cuFile does not bypass host memory
-        self._by_cufile = False
-        self._pinner = object()
+        self._compat: str | None = (
+            None  # the reason why cuFile does not bypass host memory; None if it does
+        )
+        self._uses_cufile = False
+        self._pinner = object()  # identifies this handle in _pins
         super().__init__(
             block_size,
             queue_depth,
@@ -94,7 +97,7 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         )
 
     def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
-        # What it imports would be a good part of the time of `import tensorferry`.
+        # Imported here, because it would add noticeably to the time of `import tensorferry`.
         from tensorferry.base.libraries import cufile_folders
 
         forced = os.environ.get(_VARIABLE, "")
@@ -102,13 +105,13 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
             raise ValueError(f'{_VARIABLE}: {forced!r} is not "cufile"')
         refusal, native, detail = _core.open_cufile(cufile_folders(), max(gpu_in_use(), 0))
         if refusal is not None:
-            moves = "host memory" if _core.cuda_refusal() else "CUDA tensors without it"
+            supported = "host memory" if _core.cuda_refusal() else "CUDA tensors without it"
             raise EngineUnavailableError(
-                f"GPUDirect Storage cannot be had: {refusal}; aio_handle moves {moves}"
+                f"GPUDirect Storage is not available: {refusal}; aio_handle supports {supported}"
             )
         self._compat = None if native else detail
-        self._by_cufile = native or forced == "cufile"
-        if self._by_cufile:
+        self._uses_cufile = native or forced == "cufile"
+        if self._uses_cufile:
             return start_scheduler("cufile", *self._settings_of_workers())
         return super()._make_scheduler(engine, automatic)
 
@@ -122,22 +125,22 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         Parameters
         ----------
         num_elem : int
-            Its number of elements.
+            The number of elements.
         example_tensor : torch.Tensor
-            Whose dtype it gets, and whose device if that is a GPU, else the current one. DeepNVMe's ``gds_handle``
-            spells the keyword ``example_tenosr``; both work.
+            A tensor with the dtype, and with the device if it is on a GPU; otherwise the current GPU is used.
+            DeepNVMe's ``gds_handle`` spells the keyword ``example_tenosr``; both spellings work.
 
         Returns
         -------
         torch.Tensor
-            One-dimensional; its values are whatever was in that memory. :meth:`free_pinned_device_tensor` lets it go.
+            A one-dimensional tensor with uninitialized values. :meth:`free_pinned_device_tensor` unpins it.
 
         Raises
         ------
         EngineUnavailableError
             torch has no CUDA device.
         StorageError
-            cuFile cannot pin so much.
+            cuFile cannot pin that amount of memory.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
         count, dtype = elements_like(num_elem, example)
@@ -145,8 +148,8 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
 
         if not torch.cuda.is_available():
             raise EngineUnavailableError(
-                "torch has no CUDA device to make a tensor on (remedy: a torch for CUDA; pin_device_tensor takes "
-                "any library's GPU arrays)"
+                "torch has no CUDA device to create a tensor on (remedy: install torch with CUDA, or pass GPU arrays "
+                "of another library to pin_device_tensor)"
             )
         device = example.device if example.is_cuda else "cuda"
         tensor = torch.empty(operator.index(count), dtype=dtype, device=device)
@@ -155,17 +158,17 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         return tensor
 
     def free_pinned_device_tensor(self, tensor: Any) -> bool:
-        """Do as :meth:`unpin_device_tensor`; the memory goes with the last tensor that shares it."""
+        """Call :meth:`unpin_device_tensor`; the memory is freed with the last tensor that shares it."""
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: Any) -> bool:
-        """Have cuFile keep GPU memory at hand: transfers of the tensor, and of its parts, are faster.
+        """Register GPU memory with cuFile, which makes transfers of the tensor and of its parts faster.
 
         Parameters
         ----------
         tensor : torch.Tensor or any other array in GPU memory
-            Contiguous. It is kept until it is unpinned or the handle is closed; resizing its storage meanwhile makes
-            the pin worthless.
+            A contiguous array. It stays referenced until it is unpinned or the handle is closed. Resizing its storage
+            meanwhile makes the registration useless.
 
         Returns
         -------
@@ -175,33 +178,34 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         Raises
         ------
         ValueError
-            It is not in GPU memory, is empty, or shares memory with a tensor that is pinned already.
+            The array is not in GPU memory, is empty, or shares memory with a tensor that is pinned already.
         StorageError
-            cuFile cannot pin it; the message says why.
+            cuFile cannot pin the memory; the message has the reason.
         """
         self._scheduler.check_usable()
         memory = memory_of(tensor, writable=True, name="tensor")
         if memory[1] == 0:
-            raise ValueError("tensor: it is empty, so there is nothing to pin")
+            raise ValueError("tensor: an empty tensor cannot be pinned")
         if memory[3] is None:
             raise ValueError(
-                "tensor: it is in host memory (remedy: new_cpu_locked_tensor for memory that needs no copy)"
+                "tensor: expected GPU memory, got host memory (remedy: allocate host memory with "
+                "new_cpu_locked_tensor, which needs no pinning)"
             )
-        _pin(memory, self._pinner, self._by_cufile)
+        _pin(memory, self._pinner, self._uses_cufile)
         return True
 
     def unpin_device_tensor(self, tensor: Any) -> bool:
-        """Undo :meth:`pin_device_tensor`, when this handle's transfers have ended.
+        """Wait for this handle's transfers, then undo :meth:`pin_device_tensor`.
 
         Parameters
         ----------
         tensor : torch.Tensor or any other array
-            The one that was pinned, by any handle, or a view that begins where it does.
+            The tensor that was pinned, by any handle, or a view with the same first byte.
 
         Returns
         -------
         bool
-            False if it is not pinned.
+            False if the tensor is not pinned.
         """
         self._scheduler.check_usable()
         address, _, _, location = memory_of(tensor, writable=False, name="tensor")
@@ -214,7 +218,7 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         return _unpin(address)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer is page-locked host memory, or in a pinned tensor of a GPU."""
+        """Return whether a buffer is page-locked host memory, or inside a pinned GPU tensor."""
         if super().is_pinned(buffer):
             return True
         address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
@@ -224,45 +228,45 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
 
     @property
     def engine(self) -> str:
-        """The engine in use: "cufile", or with " (compat)" the one that moves GPU memory through host memory."""
+        """The engine: "cufile", or another engine's name and " (compat)" if GPU memory passes through host memory."""
         return super().engine + (" (compat)" if self._compat is not None else "")
 
     @property
     def engine_refusals(self) -> dict[str, str]:
-        """Why cuFile cannot bypass host memory, where it cannot; and the engines that could not be had."""
+        """The reason why cuFile cannot bypass host memory, if any, and the reasons why other engines do not work."""
         return ({} if self._compat is None else {"cufile": self._compat}) | super().engine_refusals
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the handle was made.
+        """Return counters since the handle was created.
 
         Returns
         -------
         dict
-            As of :meth:`aio_handle.stats`; and ``compat``, whether GPU memory passes through host memory.
+            Those of :meth:`aio_handle.stats`, and ``compat``: whether GPU memory passes through host memory.
         """
         return super().stats() | {"engine": self.engine, "compat": self._compat is not None}
 
-    def _let_go(self) -> None:
+    def _release_resources(self) -> None:
         _unpin_all_of(self._pinner)
 
 
 class _Pin(NamedTuple):
-    """GPU memory that is pinned."""
+    """A range of GPU memory that is pinned."""
 
-    memory: Memory  # which keeps its owner
-    pinner: object
-    registered: bool  # with cuFile
+    memory: Memory  # includes a reference to the owner, which keeps the memory alive
+    pinner: object  # identifies the handle that pinned it, and unpins it when it is closed
+    registered: bool  # whether it is registered with cuFile
 
 
-# By address. A child made by fork() gets none of it to do with: its handles are refused before.
+# Pinned memory by address. A forked child never uses it, because its handles refuse to work.
 _pins: dict[int, _Pin] = {}
 _lock = threading.Lock()
 
 
 @in_forked_children
-def _forget_lock() -> None:
+def _replace_lock() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it at fork
+    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
 
 
 def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:
@@ -273,12 +277,12 @@ def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:
             begin, other_nbytes, _, _ = other.memory
             if address >= begin + other_nbytes or begin >= address + nbytes:
                 continue
-            if not moved(other.memory):
+            if not has_moved(other.memory):
                 raise ValueError(
-                    f"tensor: its memory ({nbytes} bytes at {address:#x}) shares bytes with a tensor that is pinned "
-                    f"already ({other_nbytes} bytes at {begin:#x})"
+                    f"tensor: its memory ({nbytes} bytes at {address:#x}) overlaps a tensor that is pinned already "
+                    f"({other_nbytes} bytes at {begin:#x})"
                 )
-            _forget(begin)
+            _remove_pin(begin)
         if by_cufile:
             _core.register_gpu_buffer(address, nbytes, location[0])
         _pins[address] = _Pin(memory, pinner, by_cufile)
@@ -286,17 +290,17 @@ def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:
 
 def _unpin(address: int) -> bool:
     with _lock:
-        return address in _pins and _forget(address)
+        return address in _pins and _remove_pin(address)
 
 
 def _unpin_all_of(pinner: object) -> None:
     with _lock:
         for address in [address for address, pin in _pins.items() if pin.pinner is pinner]:
-            _forget(address)
+            _remove_pin(address)
 
 
-def _forget(address: int) -> bool:
-    # The memory goes last: torch may give it to others then.
+def _remove_pin(address: int) -> bool:
+    # `pin` keeps the memory alive until it has been deregistered. After that torch may reuse the memory.
     pin = _pins.pop(address)
     return not pin.registered or _core.deregister_gpu_buffer(address)
 

@@ -1,4 +1,4 @@
-"""DeepNVMe's handles: the same names, order and meaning, on tensorferry's core; errors are raised."""
+"""DeepNVMe's handles on tensorferry's core: the same names, argument order and meaning; errors raise exceptions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
-from tensorferry.base.checks import Path, checked_offset, kept_path, positive
-from tensorferry.base.warned import warn
-from tensorferry.errors import StorageError, first_of
+from tensorferry.base.caller_warnings import warn
+from tensorferry.base.checks import Path, absolute_path, checked_offset, positive
+from tensorferry.errors import StorageError, first_error
 from tensorferry.transfer.arrays import LEGACY_STREAM, Memory, memory_of
 from tensorferry.transfer.defaults import (
     DEFAULT_BLOCK_NBYTES,
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from tensorferry.transfer.futures import Future
     from tensorferry.transfer.settings import Settings
 
-# Slices of a buffer that begin at multiples of this need no copy on any drive.
+# Slices of a buffer at multiples of this alignment need no copy on any drive.
 _ALIGNMENT = 4096
 
-# What a validation compares at once.
+# The number of bytes that a validation compares at a time.
 _CHUNK_NBYTES = 8 << 20
 
 
 class _Default(int):
-    """A default that can be told, by identity, from the same value given by the caller."""
+    """A default value that is distinguishable, by identity, from an equal value that the caller passes."""
 
 
 class _DefaultFalse(_Default):
@@ -55,8 +55,8 @@ class _DefaultFalse(_Default):
         return "False"
 
 
-class _Given(NamedTuple):
-    """The settings a handle was made with."""
+class _HandleSettings(NamedTuple):
+    """The settings that were passed to a handle's constructor."""
 
     block_size: int
     queue_depth: int
@@ -74,61 +74,64 @@ OVERLAP_EVENTS: Any = _DefaultFalse()
 
 
 class aio_handle:  # noqa: N801  DeepNVMe's name
-    """Read and write tensors, blocking or asynchronously: DeepNVMe's ``aio_handle``.
+    """DeepNVMe's ``aio_handle``: read and write tensors, blocking or asynchronously.
 
     Parameters
     ----------
     block_size : int
-        Bytes that one submission to the kernel carries. Rounded up to what the file system asks for. With the
-        default, large transfers use 4 MiB where that keeps the queue full.
+        The number of bytes in one submission to the kernel, rounded up to the file system's requirement. With the
+        default, large transfers use blocks of 4 MiB if this keeps the queue full.
     queue_depth : int
-        Blocks in flight at most, for each worker; and bytes in flight at most, in units of the block size.
+        The maximum number of blocks in flight for each worker. The queue depth times the block size is the maximum
+        number of bytes in flight for each worker.
     single_submit : bool
-        Use one system call for each block. Costs time; for comparisons.
+        Use one system call for each block. This costs time and is meant for comparisons.
     overlap_events : bool
-        Accepted and reported. Queues are always refilled as blocks complete.
+        Accepted and reported, without effect: queues are always refilled as blocks complete.
     intra_op_parallelism : int
-        Workers: threads that each drive a queue of their own and share the blocks of all requests. It need not
-        divide any size. One is enough for one drive with aligned memory; more help to copy unaligned memory.
+        The number of workers: threads with a queue each, which share the blocks of all requests. It need not divide
+        any size. One worker is enough for one drive with aligned memory; more workers copy unaligned memory faster.
     num_threads : int, optional
-        Another name for ``intra_op_parallelism``, of older DeepSpeed versions.
+        The name of ``intra_op_parallelism`` in older DeepSpeed versions.
     engine : str, optional
-        "io_uring", "libaio" or "threads"; by default the environment variable TENSORFERRY_ENGINE, or the first of
-        them that works here.
+        "io_uring", "libaio" or "threads". By default the value of the environment variable TENSORFERRY_ENGINE, or the
+        first engine that works.
 
     Raises
     ------
     ValueError
         An argument is out of range.
     EngineUnavailableError
-        The engine asked for cannot be had here; the message says why and what helps.
+        The requested engine does not work on this machine; the message has the reason and the remedy.
 
     Notes
     -----
-    Tensors may be of any contiguous dtype and shape, at any address, pinned or not; a file's offset and size may be
-    anything. ``filename`` is a ``str``, ``bytes``, ``PathLike`` or an open file descriptor, which stays the
-    caller's. Writing creates a missing file and never shortens an existing one. Buffers of asynchronous calls are
-    kept alive until they are done; do not change them before.
+    Tensors must be contiguous; they may have any dtype and shape and any address, pinned or not. File offsets and sizes
+    are arbitrary. ``filename`` is a ``str``, ``bytes``, ``PathLike`` or an open file descriptor, which remains
+    the caller's. A write creates a missing file and never shortens an existing one. Buffers of asynchronous calls are
+    kept alive until the calls are complete; do not change them before that.
 
-    Tensors may be on NVIDIA GPUs, and so may arrays of other libraries. They pass through a few page-locked buffers
-    of the process, so that copies and I/O overlap and no host memory of their size is needed. A transfer begins when
-    what was queued on the current stream of the tensor's device before the call has been done, without waiting for it
-    here; once it has ended, work that is queued on any stream sees what was read. A tensor may be freed meanwhile, but
-    whose storage is resized has lost its memory: that is told by a ``StorageError`` with ``EFAULT``.
+    Tensors, and arrays of other libraries, may be on NVIDIA GPUs. They are copied through a few pinned bounce buffers
+    of the process: copies and I/O overlap, and host memory of the tensor's size is not needed. A transfer starts after
+    all work that was queued on the current stream of the tensor's device before the call; the call itself does not wait
+    for that work. Once the transfer has ended, work queued on any stream sees the bytes read. A tensor may be deleted
+    meanwhile. If its storage is resized, its memory is lost, and a ``StorageError`` with ``EFAULT`` is raised.
 
-    Every transfer moves exactly the bytes asked for or raises: :class:`tensorferry.StorageError` with path, offset,
-    errno and bytes moved, :class:`tensorferry.ShortReadError` where the file ends too soon, ``ValueError`` or
+    Every transfer moves exactly the requested bytes or raises an exception: :class:`tensorferry.StorageError` with
+    path, offset, errno and bytes moved, :class:`tensorferry.ShortReadError` if the file is too short, ``ValueError`` or
     ``TypeError`` before any I/O.
 
-    A handle made without any setting uses, for each file, the profile that ``tensorferry tune`` stored for its file
-    system, if there is one. Any setting given, also one equal to its default, is kept to and switches profiles off.
+    A handle created without any setting uses, for each file, the profile that ``tensorferry tune`` stored for the file
+    system, if there is one. Any explicit setting, even one equal to its default, is used as given and disables
+    profiles.
 
-    A descriptor stays as it is, with the locks of ``flock`` and ``F_OFD_SETLK`` on it. Those of ``F_SETLK`` and
-    ``lockf`` are the process's: POSIX has them end whenever the process closes the file, as happens at the end of each
-    operation, by path too. ``tensorferry.open`` closes a file later.
+    A file descriptor that is passed as ``filename`` remains unchanged, with its ``flock`` and ``F_OFD_SETLK`` locks.
+    ``F_SETLK`` and ``lockf`` locks belong to the process: POSIX releases them whenever the process closes any
+    descriptor of the file. Every operation does so at its end, because it opens the file separately, even if a
+    descriptor was passed. A file of ``tensorferry.open`` stays open until it is closed.
 
-    Any number of threads may use a handle. A child made by ``fork()`` must make its own. Deleting a handle finishes
-    its outstanding transfers first.
+    Any number of threads may use a handle. A child of ``fork()`` must create its own. Deleting a handle waits for its
+    outstanding transfers.
 
     Examples
     --------
@@ -162,10 +165,11 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         if num_threads is not None:
             if intra_op_parallelism not in (1, num_threads):
                 raise ValueError(
-                    f"num_threads: {num_threads} contradicts intra_op_parallelism {intra_op_parallelism}"
+                    "num_threads: another name of intra_op_parallelism, so both must be equal "
+                    f"(got {num_threads!r} and {intra_op_parallelism!r})"
                 )
             intra_op_parallelism = num_threads
-        self._given = _Given(
+        self._own_settings = _HandleSettings(
             block_size=positive(block_size, "block_size", MAX_BLOCK_NBYTES),
             queue_depth=positive(queue_depth, "queue_depth", MAX_QUEUE_DEPTH),
             single_submit=bool(single_submit),
@@ -176,17 +180,19 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         )
         self._lock, self._closing = threading.Lock(), threading.RLock()
         self._pending: list[_Operation] = []
-        self._awaited: dict[int, list[_Operation]] = {}  # by calls of wait() that have not returned
+        self._awaited: dict[
+            int, list[_Operation]
+        ] = {}  # the operations of each wait() that has not returned
         self._scheduler: AnyScheduler = self._make_scheduler(engine, no_setting_given)
 
     def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
-        """Start workers: with the settings given, or, where ``automatic``, as file systems have been tuned."""
+        """Start workers with the given settings, or with the profiles of file systems if ``automatic``."""
         if automatic:
             return automatic_scheduler()
         return make_scheduler(engine, *self._settings_of_workers())
 
     def _settings_of_workers(self) -> tuple[int, int, int, bool]:
-        given = self._given
+        given = self._own_settings
         return (
             given.block_size,
             given.queue_depth,
@@ -199,14 +205,14 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def read(
         self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Fill a buffer from a file and return 0. With ``validate``, compare it with the file afterwards."""
+        """Fill a buffer from a file and return 0. With ``validate``, compare the buffer with the file afterwards."""
         self._transfer(buffer, filename, file_offset, False, validate)
         return 0
 
     def write(
         self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Write a buffer to a file and return 0. With ``validate``, compare it with the file afterwards."""
+        """Write a buffer to a file and return 0. With ``validate``, compare the buffer with the file afterwards."""
         self._transfer(buffer, filename, file_offset, True, validate)
         return 0
 
@@ -226,16 +232,16 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         buffer, filename, file_offset
             As for :meth:`sync_pread`.
         validate : bool
-            Compare the buffer with the file afterwards; for asynchronous calls, in :meth:`wait`.
+            Compare the buffer with the file afterwards. For asynchronous calls :meth:`wait` does this.
         async_ : bool
-            Return at once. DeepNVMe calls it ``async``: give it by position, or as ``**{"async": True}``.
+            Return immediately. DeepNVMe's name is ``async``: pass it by position, or as ``**{"async": True}``.
 
         Returns
         -------
         int
-            0 if asynchronous, else as :meth:`sync_pread`.
+            0 if asynchronous, else as for :meth:`sync_pread`.
         """
-        return self._either(
+        return self._transfer_or_start(
             buffer, filename, file_offset, False, validate, _async_of(async_, keywords)
         )
 
@@ -249,7 +255,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         **keywords: bool,
     ) -> int:
         """Write a buffer to a file; parameters and result as for :meth:`pread`."""
-        return self._either(
+        return self._transfer_or_start(
             buffer, filename, file_offset, True, validate, _async_of(async_, keywords)
         )
 
@@ -259,16 +265,16 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         Parameters
         ----------
         buffer : torch.Tensor or any other array
-            Contiguous and writable; all of it is filled.
+            A contiguous and writable array; all of it is filled.
         filename : str, bytes, PathLike or int
             A path, or an open file descriptor.
         file_offset : int
-            Where in the file to begin, in bytes.
+            The file position of the first byte.
 
         Returns
         -------
         int
-            Operations completed: 1, and all that were pending on this handle.
+            The number of completed operations: 1, plus all that were pending on this handle.
 
         Raises
         ------
@@ -277,23 +283,24 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         StorageError
             A system call failed.
         ValueError, TypeError
-            An argument is not usable; nothing was touched.
+            An argument is invalid; nothing was changed.
         """
-        return self._either(buffer, filename, file_offset, False, False, False)
+        return self._transfer_or_start(buffer, filename, file_offset, False, False, False)
 
     def sync_pwrite(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
         """Write a buffer to a file, which is created if missing and never shortened.
 
-        Parameters, result and exceptions as for :meth:`sync_pread`.
+        Parameters, result and exceptions are those of :meth:`sync_pread`.
         """
-        return self._either(buffer, filename, file_offset, True, False, False)
+        return self._transfer_or_start(buffer, filename, file_offset, True, False, False)
 
     def async_pread(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
-        """Begin to fill a buffer from a file, and return 0; :meth:`wait` counts it.
+        """Start to fill a buffer from a file, and return 0; :meth:`wait` counts the operation.
 
-        What can be known at once (a missing or too short file, bad arguments) is raised here and not counted.
+        Problems that are detected immediately (a missing or too short file, invalid arguments) raise an exception here
+        and are not counted.
         """
-        return self._either(buffer, filename, file_offset, False, False, True)
+        return self._transfer_or_start(buffer, filename, file_offset, False, False, True)
 
     def async_pwrite(
         self,
@@ -303,34 +310,34 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         *,
         fd: int | None = None,
     ) -> int:
-        """Begin to write a buffer to a path or an open file descriptor, and return 0; :meth:`wait` counts it.
+        """Start to write a buffer to a path or an open descriptor, and return 0; :meth:`wait` counts the operation.
 
-        It never shortens a file: one that is longer keeps what lies behind the buffer, as with DeepNVMe.
-        What can be known at once (a missing directory, a full disk, bad arguments) is raised here and not counted.
-        DeepNVMe calls a descriptor ``fd``; that keyword and ``filename`` exclude each other.
+        As in DeepNVMe, a write never shortens a file: a longer file keeps the bytes after the range. Problems that
+        are detected immediately (a missing directory, a full drive, invalid arguments) raise an exception here and are
+        not counted. ``fd`` is DeepNVMe's keyword for a descriptor; pass either it or ``filename``.
         """
         target = fd if filename is None else filename
         if target is None or (fd is not None and filename is not None):
-            raise TypeError("filename, fd: exactly one of them is needed")
-        return self._either(buffer, target, file_offset, True, False, True)
+            raise TypeError("filename, fd: exactly one of them must be given")
+        return self._transfer_or_start(buffer, target, file_offset, True, False, True)
 
     def wait(self) -> int:
         """Wait for all pending operations.
 
-        Each operation is counted by one call, whichever thread makes it; but operations that another thread's call is
-        about to count are waited for, too, and their failures raised. An interrupted call (Ctrl-C) leaves them pending
-        for the next.
+        Each operation is counted by exactly one call, from any thread. A call also waits for the operations that a
+        concurrent call of another thread will count, and raises their errors, too. A call that is interrupted
+        (KeyboardInterrupt) leaves its operations pending for the next call.
 
         Returns
         -------
         int
-            Operations completed; 0 if none was pending.
+            The number of completed operations; 0 if none was pending.
 
         Raises
         ------
         StorageError
-            The first failure, in the order of submission, after all have ended; ``error.others`` has the others. The
-            handle stays usable.
+            The first error in the order of submission, after all operations have ended; ``error.others`` has the
+            others. The handle remains usable.
         """
         self._scheduler.check_usable()
         return self._wait()
@@ -338,12 +345,12 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def _wait(self) -> int:
         operations: list[_Operation] = []
         failures = []
-        try:  # Ctrl-C may come anywhere in it
+        try:  # a KeyboardInterrupt may arrive between any two lines
             with self._lock:
-                elsewhere = [one for counted in self._awaited.values() for one in counted]
+                in_other_waits = [one for counted in self._awaited.values() for one in counted]
                 operations, self._pending = self._pending, []
                 self._awaited[id(operations)] = operations
-            for operation in elsewhere:
+            for operation in in_other_waits:
                 if (failure := operation.future.exception()) is not None:
                     failures.append(failure)
             for operation in operations:
@@ -360,7 +367,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                 self._awaited.pop(id(operations), None)
         self._scheduler.reap()
         if failures:
-            raise first_of(failures, "operations")
+            raise first_error(failures, "operations")
         return len(operations)
 
     # Memory
@@ -368,53 +375,55 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def new_cpu_locked_tensor(
         self, num_elem: int, example_tensor: Any = None, *, example_tenosr: Any = None
     ) -> Any:
-        """Return a tensor that needs no copy on its way to or from a file.
+        """Return a tensor that can be transferred to and from files without a copy.
 
         Parameters
         ----------
         num_elem : int
-            Its number of elements.
+            The number of elements.
         example_tensor : torch.Tensor
-            Whose dtype it gets. DeepNVMe's ``aio_handle`` spells the keyword ``example_tenosr``; both work.
+            A tensor with the dtype. DeepNVMe's ``aio_handle`` spells the keyword ``example_tenosr``; both spellings
+            work.
 
         Returns
         -------
         torch.Tensor
-            One-dimensional, zeros, page-aligned and page-locked; not locked, with one warning, beyond
-            RLIMIT_MEMLOCK. Where CUDA is in use already, it is registered there, too; see :func:`tensorferry.empty`.
-            The memory lasts as long as a tensor shares it, whatever becomes of the handle.
+            A one-dimensional tensor of zeros, page-aligned and page-locked. Beyond RLIMIT_MEMLOCK it is not locked, and
+            a warning is emitted once. If the process already uses CUDA, the memory is registered with it; see
+            :func:`tensorferry.empty`. The memory is freed with the last tensor that shares it, independently of the
+            handle.
 
         Raises
         ------
         MemoryError
-            The system has no such memory.
+            The system cannot allocate the memory.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
         return locked_tensor(*elements_like(num_elem, example))[0]
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
-        """Unlock a tensor made by :meth:`new_cpu_locked_tensor`, or a view that begins where it does.
+        """Unlock a tensor of :meth:`new_cpu_locked_tensor`, or a view with the same first byte.
 
         Returns
         -------
         bool
-            False if it is not such a tensor, or was freed before. The memory itself lasts until the last tensor
-            that shares it is gone, so a later use is safe.
+            False for any other tensor, or if it was unlocked before. The memory is freed with the last tensor that
+            shares it, so a later use is safe.
         """
         return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer is page-locked: by torch, by tensorferry, or by CUDA for it. GPU memory is not."""
+        """Return whether a buffer is page-locked by torch, tensorferry or CUDA. GPU memory is not."""
         return is_pinned(buffer)
 
     # Settings
 
     def get_block_size(self) -> int:
-        """Return the block size in bytes: as given, or of the profile that the last transfer used."""
+        """Return the block size in bytes: as passed, or of the profile that the last transfer used."""
         return self._settings().block_size
 
     def get_queue_depth(self) -> int:
-        """Return the queue depth, as given or of the last transfer's profile."""
+        """Return the queue depth: as passed, or of the profile that the last transfer used."""
         return self._settings().queue_depth
 
     def get_single_submit(self) -> bool:
@@ -422,21 +431,21 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         return self._settings().single_submit
 
     def get_overlap_events(self) -> bool:
-        """Return what was given, or stands in the last transfer's profile."""
+        """Return ``overlap_events``: as passed, or of the profile that the last transfer used."""
         return self._settings().overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Return the number of workers, as given or of the last transfer's profile."""
+        """Return the number of workers: as passed, or of the profile that the last transfer used."""
         return self._settings().intra_op_parallelism
 
     def get_thread_count(self) -> int:
-        """Return the number of workers: the older name."""
+        """Return the number of workers; the older name of :meth:`get_intra_op_parallelism`."""
         return self._settings().intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Return a number of bytes; at its multiples, slices of locked memory move without a copy on any drive.
+        """Return an alignment in bytes: aligned slices of locked memory need no copy on any drive.
 
-        It is for laying out buffers well. Anything else works too.
+        Use it to lay out buffers. Other offsets work, too.
         """
         return _ALIGNMENT
 
@@ -447,65 +456,70 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     @property
     def engine_refusals(self) -> dict[str, str]:
-        """The engines that were tried first, and for each why it could not be had and what helps."""
+        """The engines that were tried first and do not work, each with the reason and the remedy."""
         return dict(self._scheduler.refusals)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the handle was made.
+        """Return counters since the handle was created.
 
         Returns
         -------
         dict
             ``engine``; ``requests`` and ``failed_requests``; ``read_nbytes`` and ``written_nbytes``;
-            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went;
-            ``touched_nbytes``, read into memory that had no pages before; ``gpu_nbytes``,
-            those from and to GPU memory, and of them ``gds_nbytes``, by GPUDirect Storage;
-            ``engine_blocks`` and ``inline_blocks``; ``resumed_blocks`` after short reads and writes and
-            ``retried_blocks`` after EINTR and EAGAIN; ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
-            Of a handle that looks for profiles also ``profiles``: the settings of those in use, by mount point.
+            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, by the way in which the bytes were
+            transferred; ``touched_nbytes``, read into memory that had no pages before; ``gpu_nbytes``, from and to GPU
+            memory, and among these ``gds_nbytes``, by GPUDirect Storage; ``engine_blocks``, moved by the engine, and
+            ``inline_blocks``, moved without it by the calling thread or from the page cache; ``resumed_blocks`` after
+            short reads and writes, and ``retried_blocks`` after EINTR and EAGAIN;
+            ``block_latency_microseconds`` with p50, p90, p99 and p99.9. A handle that uses profiles also has
+            ``profiles``: the settings of the profiles in use, by mount point.
         """
         return self._scheduler.stats()
 
-    def _settings(self) -> _Given | Settings:
+    def _settings(self) -> _HandleSettings | Settings:
         scheduler = self._scheduler
         if isinstance(scheduler, _core.Scheduler):
-            return self._given
-        return scheduler.latest_settings() or self._given
+            return self._own_settings
+        return scheduler.latest_settings() or self._own_settings
 
     # Lifetime
 
     def close(self) -> None:
-        """Finish outstanding operations and end the workers. Failures that no wait() reported are warned of.
+        """Wait for outstanding operations, end the workers, and warn of errors that no :meth:`wait` has raised.
 
-        Where nothing moves for 60 seconds it gives up and warns; buffers stay referenced all the same. An interrupted
-        call (Ctrl-C) can be repeated; meanwhile the handle takes nothing new.
+        If no byte moves for 60 seconds, stop waiting and emit a warning; the buffers stay referenced. A call that is
+        interrupted (KeyboardInterrupt) can be repeated; until then the handle accepts no new operations.
         """
         self._close(interruptible=True)
 
     def _close(self, *, interruptible: bool = False) -> None:
         if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
             return
-        with self._closing:  # who comes second returns when all is done, too
+        with (
+            self._closing
+        ):  # a second thread that calls close() also returns only when the handle is closed
             close_scheduler(self._scheduler, interruptible=interruptible)
-            self._let_go()
+            self._release_resources()
             with self._lock:
                 operations, self._pending = self._pending, []
             for operation in operations:
-                # Not to be waited for: close_scheduler() has, and gave up.
+                # Do not wait for an operation here: close_scheduler() has waited and reached its time limit.
                 failure = operation.failure() if operation.future.done() else "it has not ended"
                 if failure is not None:
                     warn(
-                        f"a handle was closed before wait() could report {operation}: {failure}",
+                        f"a handle was closed before wait() reported {operation}: {failure}",
                         operation.future._begun_at,
                     )
 
-    def _let_go(self) -> None:
-        """Drop what belongs to the handle beside its scheduler, when no transfer is on its way any more."""
+    def _release_resources(self) -> None:
+        """Release the handle's other resources; called when no transfer is in flight."""
 
     def __repr__(self) -> str:
         if not hasattr(self, "_scheduler"):
-            return f"<tensorferry.{type(self).__name__}: never made>"
-        given = ", ".join(f"{name}={value!r}" for name, value in self._given._asdict().items())
+            return f"<tensorferry.{type(self).__name__}: not initialized>"
+        given = ", ".join(
+            f"{name}={value!r}" for name, value in self._own_settings._asdict().items()
+        )
         try:
             self._scheduler.check_usable()
         except ValueError:
@@ -513,7 +527,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         except RuntimeError:
             state = "of the parent process"
         else:
-            state = f"{self._scheduler.engine}, {len(self._pending)} to be waited for"
+            state = f"{self._scheduler.engine}, {len(self._pending)} pending"
         return f"<tensorferry.{type(self).__name__}({given}): {state}>"
 
     def __enter__(self) -> Self:
@@ -524,10 +538,10 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self.close()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # all has been finished and reported by then
+        if not sys.is_finalizing():  # the exit handler has closed all schedulers by then
             self._close()
 
-    def _either(
+    def _transfer_or_start(
         self,
         buffer: Any,
         filename: Path | int,
@@ -559,7 +573,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
 
 class _Operation:
-    """An asynchronous call that wait() has not counted."""
+    """An asynchronous call that wait() has not counted yet."""
 
     __slots__ = ("_filename", "_memory", "_offset", "_validate", "future")
 
@@ -570,7 +584,7 @@ class _Operation:
         self._validate = validate
         self._memory = memory if validate else None
         self._filename = (
-            kept_path(filename) if validate and not isinstance(filename, int) else filename
+            absolute_path(filename) if validate and not isinstance(filename, int) else filename
         )
         self._offset = offset
 
@@ -578,14 +592,14 @@ class _Operation:
         return f"the transfer at offset {self._offset} of {self._filename!r}"
 
     def failure(self) -> StorageError | None:
-        """Return why it failed, or None; it must have ended."""
+        """Return the operation's error, or None if it succeeded; the operation must have ended."""
         failure = self.future.exception()
         if failure is None and self._memory is not None:
             try:
                 _compare(self._memory, self._filename, self._offset)
             except StorageError as difference:
                 return difference
-            except OSError as error:  # removed meanwhile, say: others' failures must not go with it
+            except OSError as error:  # e.g. the file was removed; an exception would hide the other operations' errors
                 return StorageError(
                     error.errno,
                     f"validation failed: {error.strerror}",
@@ -607,7 +621,7 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 
 
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
-    """Raise a StorageError with EIO where the file does not hold what memory does, read by other means than ours."""
+    """Raise a StorageError with EIO if file and memory differ. The file is read with pread(), not by tensorferry."""
     path = _text_of(filename)
     with open(path, "rb", buffering=0) as file:
         for begin, part in _chunks(memory):
@@ -628,20 +642,20 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
 
 
 def _text_of(filename: Path | int) -> str:
-    # By number as well: a descriptor for writing cannot be read from.
+    # A descriptor is reopened through /proc, because one that was opened for writing cannot be read.
     return f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
 
 
 def _chunks(memory: Memory) -> Iterator[tuple[int, memoryview]]:
-    """Yield an array's bytes, piece by piece, each with where it begins."""
+    """Yield (offset, bytes) for each chunk of an array."""
     address, nbytes, owner, location = memory
     pieces = [(at, min(_CHUNK_NBYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_NBYTES)]
     if location is None:
         everything = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         yield from ((begin, everything[begin : begin + count]) for begin, count in pieces)
         return
-    # Any library's GPU memory can be brought here by writing it to a file: one in memory. Its stream has served, and
-    # may be gone.
+    # Copy GPU memory of any library to the host by writing it to a file in memory. The transfer has waited for the
+    # array's stream, which may no longer exist, so the legacy stream is used.
     device, _ = location
     copy = os.memfd_create("tensorferry-validation")
     try:

@@ -1,7 +1,7 @@
-"""What DeepSpeed's builders load while tensorferry serves them: its ops under their names, nothing compiled.
+"""The module that DeepSpeed's op builders load after ``install()``, in place of compiled ops.
 
-One module stands for `async_io`, `gds`, `pin_memory` and `utils`. Signatures are those of DeepSpeed's C++ bindings;
-what they lose silently or die of is raised here, as everywhere in tensorferry.
+It implements the ops `async_io`, `gds`, `pin_memory` and `utils` with the signatures of DeepSpeed's C++ bindings.
+Errors that DeepSpeed's ops ignore, or that abort the process, are raised as exceptions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from tensorferry.transfer.arrays import memory_of, tensor_bytes
 if TYPE_CHECKING:
     from tensorferry.base.checks import Path
 
-_WITHOUT_GDS = "without it leave use_gds out of the aio section, or set it to false"  # in DeepSpeed's configuration
+# The remedy refers to the "aio" section of DeepSpeed's configuration.
+_WITHOUT_GDS = "to run without it, remove use_gds from the aio section, or set it to false"
 
 
 def gds_refusal() -> str | None:
-    """Return why there can be no gds_handle here; None where a CUDA driver and cuFile are found.
+    """Return the reason why gds_handle does not work here, or None if a CUDA driver and cuFile are found.
 
-    Nobody's context is made for that, and cuFile is not loaded: DeepSpeed asks in trainings that never use it.
+    This function neither creates a CUDA context nor loads cuFile, because DeepSpeed calls it even in programs that
+    never use GPUDirect Storage.
     """
     from tensorferry.base.libraries import cufile_refusal
 
@@ -32,15 +34,15 @@ def gds_refusal() -> str | None:
 
 
 class aio_handle(tensorferry.aio_handle):  # noqa: N801  DeepNVMe's name
-    """:class:`tensorferry.aio_handle`, whose buffers count as pinned where RLIMIT_MEMLOCK lets none be locked."""
+    """:class:`tensorferry.aio_handle`; its locked tensors count as pinned even if RLIMIT_MEMLOCK forbids locking."""
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer moves without a copy: page-locked by torch, or made by new_cpu_locked_tensor."""
-        return _is_usable(buffer)
+        """Return whether a buffer needs no copy: page-locked by torch, or returned by new_cpu_locked_tensor."""
+        return _needs_no_copy(buffer)
 
 
 class gds_handle(tensorferry.gds_handle):  # noqa: N801  DeepNVMe's name
-    """:class:`tensorferry.gds_handle`; what counts as pinned is as for :class:`aio_handle`, and pinned GPU memory."""
+    """:class:`tensorferry.gds_handle`; its locked tensors count as pinned even if RLIMIT_MEMLOCK forbids locking."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         try:
@@ -49,28 +51,28 @@ class gds_handle(tensorferry.gds_handle):  # noqa: N801  DeepNVMe's name
             raise EngineUnavailableError(f"{error}; {_WITHOUT_GDS}") from None
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer moves without a copy."""
-        return super().is_pinned(buffer) or memory.is_lent(buffer)
+        """Return whether a buffer needs no copy."""
+        return super().is_pinned(buffer) or memory.is_in_locked_tensor(buffer)
 
 
 class pin_handle:  # noqa: N801  DeepNVMe's name
-    """Locked memory without a handle for I/O. It knows the tensors that handles made, and the reverse."""
+    """Locked memory without a handle for I/O. It accepts the tensors of all handles, and handles accept its tensors."""
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Any) -> Any:
-        """As :meth:`tensorferry.aio_handle.new_cpu_locked_tensor`."""
+        """Return a locked tensor; see :meth:`tensorferry.aio_handle.new_cpu_locked_tensor`."""
         return memory.locked_tensor(*memory.elements_like(num_elem, example_tensor))[0]
 
     def free_cpu_locked_tensor(self, locked_tensor: Any) -> bool:
-        """As :meth:`tensorferry.aio_handle.free_cpu_locked_tensor`."""
+        """Unlock a tensor; see :meth:`tensorferry.aio_handle.free_cpu_locked_tensor`."""
         return memory.free_locked_tensor(locked_tensor)
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """Unlock the tensor that begins at an address; False if none does, or it was freed before."""
+        """Unlock the tensor at an address; return False if there is none, or if it was unlocked before."""
         return memory.free_locked_memory(address)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """As :meth:`aio_handle.is_pinned`."""
-        return _is_usable(buffer)
+        """Return whether a buffer needs no copy; see :meth:`aio_handle.is_pinned`."""
+        return _needs_no_copy(buffer)
 
 
 def aio_read(
@@ -82,7 +84,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Fill a buffer from the start of a file and return 0; exceptions as of :meth:`tensorferry.aio_handle.read`."""
+    """Fill a buffer from the start of a file and return 0; exceptions as for :meth:`tensorferry.aio_handle.read`."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.read(buffer, filename, validate)
 
@@ -96,20 +98,20 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Write a buffer to the start of a file and return 0; exceptions as of :meth:`tensorferry.aio_handle.write`."""
+    """Write a buffer to the start of a file and return 0; exceptions as for :meth:`tensorferry.aio_handle.write`."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.write(buffer, filename, validate)
 
 
 def deepspeed_memcpy(dest: Any, src: Any) -> int:
-    """Copy a tensor's bytes to another tensor of as many bytes, and return 0.
+    """Copy a tensor's bytes to another tensor with the same number of bytes, and return 0.
 
     Raises
     ------
     TypeError
-        One of them is no tensor.
+        An argument is not a torch tensor.
     ValueError
-        The sizes differ, or one of them is no contiguous host memory.
+        The sizes differ, or an argument is not contiguous host memory.
     """
     _, nbytes, _, _ = memory_of(dest, writable=True, name="dest", host=True)
     _, src_nbytes, _, _ = memory_of(src, writable=False, name="src", host=True)
@@ -117,9 +119,9 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
 
     for name, tensor in (("dest", dest), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: {type(tensor).__name__} is no torch tensor")
+            raise TypeError(f"{name}: expected a torch tensor, got {type(tensor).__name__}")
     if nbytes != src_nbytes:
-        raise ValueError(f"src: {src_nbytes} bytes do not fill dest's {nbytes}")
+        raise ValueError(f"src: expected {nbytes} bytes, the size of dest, got {src_nbytes}")
     cast_to_byte_tensor(dest).copy_(
         cast_to_byte_tensor(src.resolve_conj().resolve_neg().contiguous())
     )
@@ -127,15 +129,18 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
 
 
 def cast_to_byte_tensor(src_tensor: Any) -> Any:
-    """Return a one-dimensional uint8 tensor that shares a contiguous tensor's memory; or a list for a list of them."""
+    """Return a one-dimensional uint8 tensor that shares a contiguous tensor's memory.
+
+    For a list of tensors, return a list of such tensors.
+    """
     if isinstance(src_tensor, (list, tuple)):
         return [cast_to_byte_tensor(tensor) for tensor in src_tensor]
     if not src_tensor.is_contiguous():
         raise ValueError(
-            f"src_tensor: not contiguous (strides {src_tensor.stride()}), so its bytes are not one piece of memory"
+            f"src_tensor: not contiguous (got strides {src_tensor.stride()}), so its bytes are not a single range"
         )
     return tensor_bytes(src_tensor)
 
 
-def _is_usable(buffer: Any) -> bool:
-    return memory.is_pinned(buffer) or memory.is_lent(buffer)
+def _needs_no_copy(buffer: Any) -> bool:
+    return memory.is_pinned(buffer) or memory.is_in_locked_tensor(buffer)

@@ -1,10 +1,10 @@
-"""DeepSpeed on tensorferry: its NVMe offload, its fast checkpoint writer and its own tools run on this core.
+"""DeepSpeed on tensorferry: its NVMe offload, its fast checkpoint writer and its own tools use tensorferry's core.
 
 >>> import tensorferry.deepspeed
 >>> tensorferry.deepspeed.install()  # doctest: +SKIP
 
-The same for programs that cannot be changed: ``python -m tensorferry.deepspeed script.py``, or the environment
-variable TENSORFERRY_DEEPSPEED=1, which processes that are started later inherit.
+For programs that cannot be changed, use ``python -m tensorferry.deepspeed script.py`` or set the environment variable
+TENSORFERRY_DEEPSPEED=1, which child processes inherit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE = "TENSORFERRY_DEEPSPEED"
 CHECKPOINTS_VARIABLE = "TENSORFERRY_DEEPSPEED_CHECKPOINTS"
 
 _lock = threading.Lock()
-_replaced: contextlib.ExitStack | None = None
+_restore_stack: contextlib.ExitStack | None = None
 
 
 def __dir__() -> list[str]:
@@ -34,35 +34,38 @@ def __dir__() -> list[str]:
 
 
 def install(*, checkpoints: bool | None = None) -> None:
-    """Have DeepSpeed's op builders load tensorferry's ops instead of compiling its own, and checkpoints saved by us.
+    """Make DeepSpeed load tensorferry's ops instead of compiling its own, and save checkpoints with tensorferry.
 
-    ``AsyncIOBuilder``, ``GDSBuilder``, ``PinMemoryBuilder`` and ``UtilsBuilder`` are changed in place, for whoever
-    imported them before, too. Call it before DeepSpeed's own engine is loaded, best next to ``import deepspeed``.
-    It sets TENSORFERRY_DEEPSPEED=1, so that processes started later do the same. A second call does nothing.
+    ``AsyncIOBuilder``, ``GDSBuilder``, ``PinMemoryBuilder`` and ``UtilsBuilder`` are changed in place, so modules that
+    have imported them already use tensorferry, too. Call this function before DeepSpeed's own engine is loaded,
+    preferably directly after ``import deepspeed``. It sets TENSORFERRY_DEEPSPEED=1, which installs tensorferry into
+    DeepSpeed also in processes that are started later. A second call does nothing.
 
     Parameters
     ----------
     checkpoints : bool, optional
-        Whether ``engine.save_checkpoint`` and ``load_checkpoint`` write and read their files by us: durable, verified,
-        with ``latest`` only when the files of all ranks are whole. By default they do, unless the environment has
-        TENSORFERRY_DEEPSPEED_CHECKPOINTS=0; it is set for processes that are started later.
+        Whether ``engine.save_checkpoint`` and ``load_checkpoint`` write and read their files with tensorferry: durable
+        and verified, and ``latest`` is written only when the files of all ranks are complete. The default is True,
+        unless the environment variable TENSORFERRY_DEEPSPEED_CHECKPOINTS is 0. This function sets the variable, for
+        processes that are started later.
 
     Raises
     ------
     ValueError
-        The variable is neither 0 nor 1.
+        TENSORFERRY_DEEPSPEED_CHECKPOINTS is neither 0 nor 1.
     ModuleNotFoundError
         DeepSpeed is not installed.
 
     Warns
     -----
     RuntimeWarning
-        DeepSpeed's own engine is in use already; handles made so far stay what they are. Or DeepSpeed is too old for
-        its checkpoints to be ours.
+        DeepSpeed's own engine is in use already, and existing handles keep using it. Or DeepSpeed is too old, and saves
+        its checkpoints itself.
     """
-    global _replaced
-    # DeepSpeed is large; only who asks for it waits for it. Imported before the lock is taken: where the variable is
-    # set, the end of that import is a call of this function, perhaps in another thread.
+    global _restore_stack
+    # DeepSpeed is large, so it is imported only here. The import must be outside of the lock: with
+    # TENSORFERRY_DEEPSPEED=1 the import hook of _tensorferry_startup calls install() at the end of the import, possibly
+    # in another thread.
     from tensorferry.deepnvme import builders
 
     if checkpoints is None:
@@ -73,7 +76,7 @@ def install(*, checkpoints: bool | None = None) -> None:
     builders.import_deepspeed()
     hooks = _checkpoint_hooks() if checkpoints else None
     with _lock:
-        if _replaced is not None:
+        if _restore_stack is not None:
             return
         with contextlib.ExitStack() as stack:
             builders.replace(stack)
@@ -81,24 +84,24 @@ def install(*, checkpoints: bool | None = None) -> None:
                 hooks.replace(stack)
             _set_variable(stack, VARIABLE, "1")
             _set_variable(stack, CHECKPOINTS_VARIABLE, str(int(checkpoints)))
-            _replaced = stack.pop_all()
+            _restore_stack = stack.pop_all()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: builders load DeepSpeed's own ops again. Handles made meanwhile go on working."""
-    global _replaced
+    """Undo :func:`install`: builders load DeepSpeed's own ops again. Existing handles continue to work."""
+    global _restore_stack
     startup = sys.modules.get("_tensorferry_startup")
     with _lock:
         if startup is not None:
             startup.disarm("deepspeed")
-        replaced, _replaced = _replaced, None
+        replaced, _restore_stack = _restore_stack, None
         if replaced is not None:
             replaced.close()
 
 
 def installed() -> bool:
-    """Return whether tensorferry serves DeepSpeed in this process."""
-    return _replaced is not None
+    """Return whether tensorferry is installed into DeepSpeed in this process."""
+    return _restore_stack is not None
 
 
 def _checkpoint_hooks() -> ModuleType | None:
@@ -108,7 +111,8 @@ def _checkpoint_hooks() -> ModuleType | None:
         if not (error.name or "").startswith("deepspeed"):
             raise
         warnings.warn(
-            f"this DeepSpeed has other checkpoint engines ({error}): it saves its checkpoints by itself",
+            f"tensorferry does not support the checkpoint engines of this DeepSpeed version ({error}): DeepSpeed's "
+            "own code saves and loads checkpoints",
             RuntimeWarning,
             stacklevel=3,
         )

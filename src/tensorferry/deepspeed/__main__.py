@@ -1,6 +1,6 @@
-"""``python -m tensorferry.deepspeed script.py ...`` or ``-m module ...``: a program whose DeepSpeed is served by us.
+"""``python -m tensorferry.deepspeed script.py ...`` or ``-m module ...``: run a program with DeepSpeed on tensorferry.
 
-The processes that it starts are served too: they inherit TENSORFERRY_DEEPSPEED=1.
+Processes that the program starts inherit TENSORFERRY_DEEPSPEED=1 and use tensorferry, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Run a program with DeepSpeed on tensorferry."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the arguments name, as ``python`` would; ends by what that raises."""
+    """Run a script or module like ``python`` does; exceptions of the program are not caught."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
         return
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         sys.exit(_refuse(1, "DeepSpeed is not installed (remedy: pip install deepspeed)"))
     if not as_module and not Path(program[0]).exists():
-        sys.exit(_refuse(2, f"script.py: there is no {program[0]!r}"))
+        sys.exit(_refuse(2, f"script.py: file not found (got {program[0]!r})"))
 
     os.environ[VARIABLE] = "1"
     _tensorferry_startup.arm("deepspeed")

@@ -1,22 +1,22 @@
-"""DeepSpeed's checkpoints: files of torch's own format, written and read by us, with DeepSpeed's names.
+"""DeepSpeed's checkpoints, written and read by tensorferry: files in torch's own format with DeepSpeed's names.
 
-``engine.save_checkpoint`` is put into a :class:`_Save`. Its steps end on all ranks alike, for they agree on each by a
-process group of their own (:class:`tensorferry.base.ranks.Ranks`):
+``engine.save_checkpoint`` runs inside a :class:`_Save`. The ranks agree on the outcome of each of its steps through a
+separate process group (:class:`tensorferry.base.ranks.Ranks`), so every step ends alike on all ranks:
 
-1. Every rank has its files on the drive. A file whose name was free has it then; one that takes another's place waits,
-   and so do copies of tensors on NVMe.
-2. Those that wait take their places, and the directories are on the drive.
-3. The first rank, with node-local storage that of each node, writes which files belong to the checkpoint (`LIST_NAME`)
-   into its folder, and only then its tag into `latest`. Both are replaced atomically.
+1. Every rank writes its files and makes them durable. A file with a new name gets its name immediately. A file that
+   replaces an existing one is not yet renamed, and neither are copies of tensors on NVMe.
+2. The remaining files are renamed, and the directories are made durable.
+3. The first rank (with node-local storage, the first rank of each node) writes the list of the checkpoint's files
+   (`LIST_NAME`) into the folder, and after that the tag into `latest`. Both files are replaced atomically.
 
-A rank that cannot write its files says so in the first step, and all raise its failure. A folder that is new, or has
-files and no list, has a list before its first file changes that says the checkpoint is unfinished.
+If a rank cannot write its files, the first step fails on all ranks with its error. In a folder that is new, or that has
+files but no list, a list that marks the checkpoint as unfinished is written before the first file changes.
 
-A decoupled save copies the states (:class:`tensorferry.checkpoint.Stager`), and a thread takes the steps. What fails
-there is logged at once, and raised by the next save or by ``engine.destroy()``.
+A decoupled save copies the states (:class:`tensorferry.checkpoint.Stager`), and a thread executes the steps. An error
+in it is logged immediately, and raised by the next save or by ``engine.destroy()``.
 
-Loading verifies the checksums in the files, and that they are those of the list: after a crash in the middle of step 2
-a folder has files of two saves with one tag. Checkpoints without a list, DeepSpeed's own, are loaded as well.
+Loading verifies the checksums in the files, and that the files match the list: after a crash during step 2 a folder has
+files of two saves with the same tag. Checkpoints without a list, such as DeepSpeed's own, can be loaded, too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from tensorferry import _core
 from tensorferry.base.ranks import Ranks
 from tensorferry.checkpoint import Stager, load, verify
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.objects.save_load import written
-from tensorferry.checkpoint.staging import saved_here
+from tensorferry.checkpoint.objects.save_load import write_uncommitted
+from tensorferry.checkpoint.staging import record_saver
 from tensorferry.deepnvme.builders import set_attribute
 from tensorferry.transfer.publication import make_directory, sync_directory, sync_file
 
@@ -71,12 +71,13 @@ _LATEST = "latest"
 _OFFLOADED = "offloaded_tensors"
 _UNFINISHED = "unfinished"
 _SWAPPED_SUFFIX = ".tensor.swp"
-# Of an archive: its directory, with the checksum of the record that torch makes of all others, is at its end.
+# A file in zip format is identified by the checksum of its last _END_NBYTES bytes. They contain the zip directory,
+# which has the checksums of all records, and a record of torch with a hash of these checksums.
 _END_NBYTES = 64 << 10
 _READ_NBYTES = 8 << 20
-# A rank that lives waits so long for one that does not answer; of one that is killed it hears at once.
+# The time limit of the process group for a rank that does not respond. If a rank is killed, gloo fails immediately.
 _PATIENCE = datetime.timedelta(hours=1)
-# Keys of "checkpoint": {"writer": ...} that only DeepSpeed's writer has a use for, and their defaults.
+# Keys of "checkpoint": {"writer": ...} that only DeepSpeed's own writer uses, and their defaults.
 _WITHOUT_EFFECT = {
     "io_buffer_size": 64 << 20,
     "io_buffer_double": True,
@@ -84,31 +85,32 @@ _WITHOUT_EFFECT = {
     "data_parallel": None,
 }
 
+# Whether replace() is in effect: it sets this variable, and closing its stack resets the variable.
 _installed = False
 
-_Entries = dict[str, dict[str, int]]  # what files are, by their names in the folder
+_Entries = dict[str, dict[str, int]]  # size and checksum of each file, by its name in the folder
 
 
 def replace(stack: ExitStack) -> None:
-    """Have DeepSpeed save and load checkpoints by us; the stack puts back what was there."""
+    """Make DeepSpeed save and load checkpoints with tensorferry; closing the stack restores the originals."""
     set_attribute(stack, sys.modules[__name__], "_installed", True)
     set_attribute(stack, TorchCheckpointEngine, "save", _save_file)
     set_attribute(stack, TorchCheckpointEngine, "load", _load_file)
-    create = _creating(engine_utils.create_checkpoint_engine)
+    create = _wrap_create(engine_utils.create_checkpoint_engine)
     for module in (engine_utils, engines, engine_module):
         set_attribute(stack, module, "create_checkpoint_engine", create)
     owner = engine_module.DeepSpeedEngine
-    set_attribute(stack, owner, "save_checkpoint", _saving(owner.save_checkpoint))
-    set_attribute(stack, owner, "load_checkpoint", _loading(owner.load_checkpoint))
+    set_attribute(stack, owner, "save_checkpoint", _wrap_save(owner.save_checkpoint))
+    set_attribute(stack, owner, "load_checkpoint", _wrap_load(owner.load_checkpoint))
     set_attribute(
-        stack, owner, "_copy_recovery_script", _copying_scripts(owner._copy_recovery_script)
+        stack, owner, "_copy_recovery_script", _wrap_copy_scripts(owner._copy_recovery_script)
     )
     name = "get_fp32_state_dict_from_zero_checkpoint"
-    set_attribute(stack, engine_module, name, _reading_weights(getattr(engine_module, name)))
+    set_attribute(stack, engine_module, name, _wrap_read_weights(getattr(engine_module, name)))
 
 
 class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
-    """What DeepSpeed's engine saves and loads its files by."""
+    """The checkpoint engine with which DeepSpeed's engine saves and loads its files."""
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)
@@ -121,30 +123,31 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._count = 0
         self._save: _Save | None = None
         self._info: Any = None
-        self._behind: Future[None] | None = None
+        self._background_save: Future[None] | None = None
         unused = [
             key for key, default in _WITHOUT_EFFECT.items() if writer and writer[key] != default
         ]
         if unused:
             logger.warning(
-                f"[{self.name}] {', '.join(unused)}: without effect on tensorferry's writer"
+                f"[{self.name}] {', '.join(unused)}: these settings of the checkpoint writer have no effect, because "
+                "tensorferry writes the checkpoints"
             )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory whose name would survive a power cut."""
+        """Create a directory and make its name durable."""
         if not exist_ok and Path(path).exists():
             raise FileExistsError(f"{path!r} exists")
         self.attempt(lambda: make_directory(Path(path)))
 
     def attempt(self, function: Callable[[], object]) -> None:
-        """Do a part of a save; within ``engine.save_checkpoint`` what fails is raised by all ranks, at its end."""
+        """Call a function; within ``engine.save_checkpoint`` its error is raised on all ranks when the save ends."""
         if self._save is None:
             function()
         else:
             self._save.attempt(function)
 
     def create(self, info: Any) -> None:
-        """Begin to save what :class:`CheckpointCommitInfo` says."""
+        """Start to save the checkpoint that a :class:`CheckpointCommitInfo` describes."""
         super().create(info)
         if self._save is not None:
             self._save.begin(Path(info.save_dir), info.tag)
@@ -152,7 +155,7 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
             self._info = info
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save a file; within ``engine.save_checkpoint`` what fails is raised by all ranks, at its end."""
+        """Save a file; within ``engine.save_checkpoint`` an error is raised on all ranks when the save ends."""
         if self._save is None:
             _save_file(self, state_dict, path)
         elif self._decoupled:
@@ -166,41 +169,44 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         Raises
         ------
         CheckpointError
-            It is damaged, or of another save than the files beside it.
+            The file is damaged, or belongs to another save than the other files of the checkpoint.
         StorageError, OSError
-            It could not be read.
+            The file could not be read.
         """
         return _load_file(self, path, map_location)
 
     def commit(self, *_: Any) -> bool:
-        """End a save that is not decoupled: the checkpoint is the newest one then."""
+        """Complete a save that is not decoupled: the checkpoint is then the newest one."""
         self._info = None
         if self._save is not None:
             self._save.end()
         return True
 
     def is_decoupled(self) -> bool:
-        """Return whether saves are written while training goes on."""
+        """Return whether saves are written in the background while the training continues."""
         return self._decoupled
 
     def get_commit_info(self) -> Any:
-        """Return what DeepSpeed has to commit: nothing, unless it saves without us after ``uninstall()``."""
+        """Return the description of a save that DeepSpeed has to commit, or None if there is none.
+
+        While tensorferry is installed there is none, because a decoupled save commits itself in the background.
+        """
         return None if _installed else self._info
 
     def cleanup(self) -> None:
-        """Wait for a decoupled save, and raise what it failed by."""
-        if self._behind is not None:
-            failure = self._behind.exception()
-            self._behind = None
+        """Wait for a decoupled save, and raise its error if it failed."""
+        if self._background_save is not None:
+            failure = self._background_save.exception()
+            self._background_save = None
             if failure is not None:
                 raise failure
 
     @contextlib.contextmanager
     def saving(self, engine: Any, *, save_latest: bool) -> Iterator[None]:
-        """Have the files that are saved in the block be one checkpoint."""
-        self.cleanup()  # all ranks have the same failure
+        """Save the files that the block saves as one checkpoint."""
+        self.cleanup()  # raises the same error on all ranks, if an earlier save failed
         self._count += 1
-        ranks = Ranks(self._own_group())
+        ranks = Ranks(self._save_group())
         self._save = save = _Save(
             engine, ranks, self._count, save_latest, self.zipfile_serialization
         )
@@ -209,11 +215,11 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
                 yield
             if self._decoupled:
                 save.attempt(save.copy_offloaded)
-                self._behind = Future()
-                work = functools.partial(self._write_behind, save, self._behind)
+                self._background_save = Future()
+                work = functools.partial(self._write_in_background, save, self._background_save)
                 try:
                     threading.Thread(target=work, name="tensorferry-checkpoint").start()
-                except RuntimeError:  # a limit of processes
+                except RuntimeError:  # the process cannot start another thread (RLIMIT_NPROC)
                     work()
         except BaseException:
             save.abort()
@@ -223,8 +229,8 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         if not self._decoupled:
             self._show_statistics(save)
 
-    def _own_group(self) -> Any:
-        """Return a group of all ranks that nothing else uses, in no thread; None where there is one rank."""
+    def _save_group(self) -> Any:
+        """Return a process group of all ranks for the exclusive use of saves, or None if there is only one rank."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._group is None or self._group[0] is not dist.group.WORLD:
@@ -238,17 +244,19 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
             self._stagers.append(Stager())
         staged.append((self._stagers[len(staged)].stage(state), path))
 
-    def _write_behind(self, save: _Save, ended: Future[None]) -> None:
+    def _write_in_background(self, save: _Save, ended: Future[None]) -> None:
         try:
             while save.staged:
                 state, path = save.staged.pop(0)
-                saved_here(tree_iter(state))
+                record_saver(tree_iter(state))
                 save.attempt(functools.partial(save.write, state, path))
-                del state  # its memory is wanted for the next save
+                del state  # release its memory before the next file
             save.end()
         except BaseException as error:
             save.abort()
-            logger.error(f"[{self.name}] the checkpoint {str(save.folder)!r} is not saved: {error}")
+            logger.error(
+                f"[{self.name}] the checkpoint {str(save.folder)!r} was not saved: {error}"
+            )
             ended.set_exception(error)
         else:
             self._show_statistics(save)
@@ -256,12 +264,12 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     def _show_statistics(self, save: _Save) -> None:
         if self._shows_statistics:
-            with contextlib.suppress(OSError, ValueError):  # stdout may be closed
+            with contextlib.suppress(OSError, ValueError):  # a closed stdout must not fail the save
                 print(f"[{self.name}] {save.statistics()}", flush=True)
 
 
 class _Save:
-    """A checkpoint that is being saved: this rank's part of it."""
+    """The part of this rank in a checkpoint that is being saved."""
 
     def __init__(
         self, engine: Any, ranks: Ranks, number: int, save_latest: bool, as_archive: bool
@@ -277,34 +285,36 @@ class _Save:
         self._is_local = bool(engine.use_node_local_storage())
         self._is_first = _rank_of(engine) == 0
         self._rank_folder = _rank_folder(engine)
-        # DeepSpeed has no experts with an optimizer on NVMe, and says so.
+        # DeepSpeed does not support mixture of experts with an optimizer on NVMe, and raises an error for it.
         self._offloads = engine.zero_nvme_offload_optimizer() and not engine.has_moe_layers
-        self._copied: Path | None = None
-        self._names: list[str] = []
-        self._new: list[Path] = []
-        self._waiting: list[Target] = []
+        self._copy_folder: Path | None = None
+        self._names: list[str] = []  # all files of this rank, relative to the folder
+        self._new: list[Path] = []  # files that did not exist before; abort() removes them
+        self._waiting: list[Target] = []  # files that will replace existing ones, not yet renamed
         self._failure: BaseException | None = None
         self._begin = time.monotonic()
         self._nbytes = 0
 
     def begin(self, directory: Path, tag: str) -> None:
-        """Save to a folder, which may have what an earlier save left there."""
+        """Start to save into a folder, which may have files of an earlier save."""
         self._latest, self._tag = directory / _LATEST, tag
         self.folder = directory / tag
         self.attempt(self._begin_folder)
 
     def attempt(self, function: Callable[[], object]) -> None:
-        """Do a part of it; what fails is raised by all ranks, when they agree."""
+        """Call a function and record its error, which all ranks raise in the next collective step."""
         if self._failure is None:
             try:
                 function()
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # which have the state
+                traceback.clear_frames(
+                    error.__traceback__
+                )  # the frames' variables keep the state in memory
                 self._failure = error
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Have DeepSpeed's engine not copy tensors on NVMe in the block."""
+        """Prevent DeepSpeed's engine from copying tensors on NVMe during the block; copy_offloaded() copies them."""
         name = "zero_nvme_offload_optimizer"
         if self._offloads:
             vars(self._engine)[name] = lambda: False
@@ -314,26 +324,28 @@ class _Save:
             vars(self._engine).pop(name, None)
 
     def copy_offloaded(self) -> None:
-        """Copy this rank's tensors that are on NVMe; the copy has yet to take its place."""
-        if not self._offloads or self._copied is not None:
+        """Copy this rank's tensors on NVMe into a temporary folder, which is renamed in the second step."""
+        if not self._offloads or self._copy_folder is not None:
             return
         place = self.folder / self._rank_folder
-        for path in place.parent.glob(f"{place.name}.*"):  # of saves that were killed
+        for path in place.parent.glob(
+            f"{place.name}.*"
+        ):  # temporary folders of saves that were killed
             shutil.rmtree(path)
-        self._copied = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+        self._copy_folder = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
         optimizer = self._engine.optimizer
-        # Engines before this one may have left theirs there.
+        # The folder on NVMe may still have files of tensors of earlier engines; these are not copied.
         own = {getattr(param, "ds_id", None) for param in optimizer.fp32_partitioned_groups_flat}
         shutil.copytree(
             optimizer.optimizer_swapper.swap_folder,
-            self._copied,
+            self._copy_folder,
             ignore=lambda _, names: [name for name in names if _id_of(name) not in own],
         )
 
     def write(self, state: Any, path: str) -> None:
-        """Write a file of this rank."""
+        """Write a file of this rank. If the file replaces an existing one, it is renamed only in the second step."""
         is_new = not os.path.lexists(path)
-        new = written(state, path, sync=True, as_archive=self._as_archive)
+        new = write_uncommitted(state, path, sync=True, as_archive=self._as_archive)
         self._names.append(os.path.relpath(path, self.folder))
         if is_new:
             self._new.append(Path(path))
@@ -342,36 +354,37 @@ class _Save:
             self._waiting.append(new)
 
     def end(self) -> None:
-        """Make it the newest checkpoint."""
+        """Complete the save on all ranks: the checkpoint is then the newest one."""
         found = self._ranks.call(self._finish)
         numbers = sorted({number for number, _ in found})
         if len(numbers) > 1:
             raise RuntimeError(
-                f"ranks are at different saves, their {numbers}th: one has failed on a rank, which went on"
+                f"the ranks have made different numbers of saves ({numbers}): an earlier save failed on one rank, and "
+                "that rank continued to train"
             )
         if any(replaces for _, replaces in found):
             self._ranks.call(self._mark_replaced)
         entries: _Entries = {}
-        for node, tag, own in self._ranks.call(self._take_places):
-            # DeepSpeed lets ranks have tags of their own.
+        for node, tag, own in self._ranks.call(self._rename_files):
+            # DeepSpeed allows a different tag on each rank.
             if tag == self._tag and (not self._is_local or node == platform.node()):
                 entries |= own
         self._new.clear()
         self._ranks.call(lambda: self._publish(entries))
 
     def abort(self) -> None:
-        """Give up what is not yet a part of a checkpoint."""
+        """Discard the files that are not yet part of a checkpoint."""
         self.staged.clear()
         while self._waiting:
             self._waiting.pop().abort()
-        # They would keep the space that the next save wants.
+        # Remove the new files, because they would occupy the space that the next save needs.
         for path in self._new:
             path.unlink(missing_ok=True)
-        if self._copied is not None:
-            shutil.rmtree(self._copied, ignore_errors=True)
+        if self._copy_folder is not None:
+            shutil.rmtree(self._copy_folder, ignore_errors=True)
 
     def statistics(self) -> str:
-        """Return what was written in what time."""
+        """Return a text with the amount of data, the time and the throughput."""
         seconds = time.monotonic() - self._begin
         return f"{self._nbytes / 1e9:.3f} GB in {seconds:.3f} s: {self._nbytes / 1e9 / seconds:.3f} GB/s"
 
@@ -385,36 +398,36 @@ class _Save:
         _write_text(self.folder / LIST_NAME, json.dumps({"version": _VERSION, _UNFINISHED: True}))
 
     def _mark_replaced(self) -> None:
-        # A list tells files of two saves from each other.
+        # Without a list, files of two saves with the same tag could not be distinguished after a crash.
         if self._is_first and not (self.folder / LIST_NAME).exists():
             self._mark_unfinished()
 
     def _finish(self) -> tuple[int, bool]:
-        """Have all files of this rank on the drive; return which save it is, and whether it replaces any."""
+        """Make all files of this rank durable; return the number of the save and whether it replaces any files."""
         self.attempt(self.copy_offloaded)
         if self._failure is not None:
             raise self._failure
-        if self._copied is not None:
-            for path in (*self._copied.rglob("*"), self._copied):
+        if self._copy_folder is not None:
+            for path in (*self._copy_folder.rglob("*"), self._copy_folder):
                 sync_file(path) if path.is_file() else sync_directory(path)
         place = self.folder / self._rank_folder
         return self._number, bool(self._waiting) or (self._offloads and place.exists())
 
-    def _take_places(self) -> tuple[str, str, _Entries]:
+    def _rename_files(self) -> tuple[str, str, _Entries]:
         while self._waiting:
             self._waiting.pop(0).commit(sync_names=False)
-        if self._copied is not None:
+        if self._copy_folder is not None:
             place = self.folder / self._rank_folder
             if place.exists():
                 shutil.rmtree(place)
-            self._copied.rename(place)
-            self._copied = None
+            self._copy_folder.rename(place)
+            self._copy_folder = None
             sync_directory(place.parent)
             copies = [path for path in place.rglob("*") if path.is_file()]
             self._names += [os.path.relpath(path, self.folder) for path in copies]
         for folder in {(self.folder / name).parent for name in self._names} | {self.folder}:
             sync_directory(folder)
-        entries = {name: _described(self.folder / name) for name in self._names}
+        entries = {name: _describe(self.folder / name) for name in self._names}
         self._nbytes = sum(entry["nbytes"] for entry in entries.values())
         return platform.node(), self._tag, entries
 
@@ -429,24 +442,26 @@ class _Save:
 
 
 def _save_file(engine: Any, state_dict: Any, path: str) -> None:
-    written(state_dict, path, sync=True, as_archive=engine.zipfile_serialization).commit()
+    write_uncommitted(state_dict, path, sync=True, as_archive=engine.zipfile_serialization).commit()
 
 
 def _load_file(_: Any, path: str, map_location: Any = None) -> Any:
     place = Path(path)
-    entry = _listed(place.parent).get(place.name)
+    entry = _files_in_list(place.parent).get(place.name)
     if entry is not None:
         _compare(place, entry)
     return load(path, weights_only=False, map_location=map_location)
 
 
-def _creating(create: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_checkpoint_engine(config_params: Any, *arguments: Any, **options: Any) -> Any:
         writer = None if config_params is None else config_params.checkpoint_config["writer"]
         if writer is None:
             made = create(config_params, *arguments, **options)
-            if type(made) is not TorchCheckpointEngine:  # one that the configuration asks for
+            if (
+                type(made) is not TorchCheckpointEngine
+            ):  # another engine that the configuration selects
                 return made
         elif writer["type"] == "MOCK":
             return create(config_params, *arguments, **options)
@@ -455,47 +470,51 @@ def _creating(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_checkpoint_engine
 
 
-def _saving(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_save(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save_checkpoint)
 
     @functools.wraps(save_checkpoint)
     def save(self: Any, *arguments: Any, **options: Any) -> Any:
-        if type(self.checkpoint_engine) is TorchCheckpointEngine:  # made before install()
+        if type(self.checkpoint_engine) is TorchCheckpointEngine:  # created before install()
             self.checkpoint_engine = TensorferryCheckpointEngine(self._config)
         ours = self.checkpoint_engine
         given = signature.bind(self, *arguments, **options)
         given.apply_defaults()
         if not isinstance(ours, TensorferryCheckpointEngine) or not given.arguments["save_dir"]:
             return save_checkpoint(*given.args, **given.kwargs)
-        # A thread may write to it when the process is in another directory.
+        # Make the path absolute: the process may change its directory before a background thread writes the files.
         given.arguments["save_dir"] = os.path.abspath(given.arguments["save_dir"])  # noqa: PTH100
         with ours.saving(self, save_latest=bool(given.arguments["save_latest"])):
-            # DeepSpeed's own way would cut `latest`, and write it when only rank 0 has saved its files.
+            # DeepSpeed would truncate and rewrite `latest` when rank 0 has saved its files, but other ranks have not.
             given.arguments["save_latest"] = False
             return save_checkpoint(*given.args, **given.kwargs)
 
     return save
 
 
-def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_load(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(load_checkpoint)
 
     @functools.wraps(load_checkpoint)
-    def load_whole(self: Any, *arguments: Any, **options: Any) -> Any:
+    def load_complete(self: Any, *arguments: Any, **options: Any) -> Any:
         given = signature.bind(self, *arguments, **options)
         given.apply_defaults()
-        wanted = given.arguments
+        call_arguments = given.arguments
         if isinstance(self.checkpoint_engine, TensorferryCheckpointEngine):
             self.checkpoint_engine.cleanup()
         if self.load_universal_checkpoint():
             return load_checkpoint(*given.args, **given.kwargs)
-        directory = Path(wanted["load_dir"])
-        tag = _latest_tag(directory) if wanted["tag"] is None else str(wanted["tag"])
-        if tag is None:  # DeepSpeed says so
+        directory = Path(call_arguments["load_dir"])
+        tag = (
+            _latest_tag(directory) if call_arguments["tag"] is None else str(call_arguments["tag"])
+        )
+        if tag is None:  # DeepSpeed warns that `latest` is missing
             return load_checkpoint(*given.args, **given.kwargs)
-        with_optimizer = bool(wanted["load_optimizer_states"] and not wanted["load_module_only"])
-        wanted["tag"] = tag
-        _check_whole(self, directory / tag, with_optimizer)
+        with_optimizer = bool(
+            call_arguments["load_optimizer_states"] and not call_arguments["load_module_only"]
+        )
+        call_arguments["tag"] = tag
+        _check_complete(self, directory / tag, with_optimizer)
         token = _tag.set(tag)
         try:
             loaded = load_checkpoint(*given.args, **given.kwargs)
@@ -505,7 +524,7 @@ def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             _restore_optimizer(self, directory, tag)
         return loaded
 
-    return load_whole
+    return load_complete
 
 
 def _latest_tag(directory: Path) -> str | None:
@@ -514,46 +533,52 @@ def _latest_tag(directory: Path) -> str | None:
         return None
     tag = latest.read_text().strip()
     if not tag or not (directory / tag).is_dir():
-        raise CheckpointError(f"it names the checkpoint {tag!r}, which is not there", str(latest))
+        raise CheckpointError(
+            f"it names the checkpoint {tag!r}, which does not exist (remedy: pass tag=)",
+            str(latest),
+        )
     return tag
 
 
-def _check_whole(engine: Any, folder: Path, with_optimizer: bool) -> None:
-    """Check that what is to be loaded is there, and what DeepSpeed copies without looking at it."""
+def _check_complete(engine: Any, folder: Path, with_optimizer: bool) -> None:
+    """Check that the files to load exist, and verify the copies of tensors on NVMe, which DeepSpeed does not verify."""
     is_first, own_folder = _rank_of(engine) == 0, f"{_rank_folder(engine)}/"
-    for name, entry in _listed(folder).items():
+    for name, entry in _files_in_list(folder).items():
         if not with_optimizer and not name.endswith("model_states.pt"):
             continue
         path = folder / name
-        if is_first and not path.exists():  # others find that of what they load
-            raise CheckpointError("it is missing: the checkpoint is not whole", str(path))
+        if is_first and not path.exists():  # the other ranks detect it for the files that they load
+            raise CheckpointError("the file is missing: the checkpoint is incomplete", str(path))
         if name.startswith(own_folder) and engine.zero_nvme_offload_optimizer():
             _compare(path, entry)
 
 
 def _rank_of(engine: Any) -> int:
-    """Return this rank's number among those that share a folder."""
+    """Return this rank's number among the ranks that share a folder."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank)
 
 
 def _rank_folder(engine: Any) -> str:
-    """Return where DeepSpeed copies the tensors of this rank that are on NVMe."""
+    """Return the subfolder into which DeepSpeed copies this rank's tensors on NVMe."""
     return f"{_OFFLOADED}/rank{_rank_of(engine):02d}"
 
 
 def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
-    """Load what DeepSpeed saves and does not load where the optimizer is on NVMe.
+    """Load the optimizer state that DeepSpeed saves but does not load when the optimizer is on NVMe.
 
-    DeepSpeed copies the files of tensors there, and uses those of parameters, if they are called as in the process that
-    saved. A new optimizer has no other states yet, and begins with zeros; one that has gone on keeps what is not there.
-    Nor does it load what is in memory: how many steps were taken, groups' values, loss scales, and all of those
-    parameters that are too small to be on NVMe.
+    DeepSpeed copies the tensor files back to NVMe. Of these files it uses only those of the parameters, and only if
+    their names are the same as in the process that saved them. The other states, such as the moments of Adam, are not
+    restored: a new optimizer would start with zeros, and an optimizer that has already made steps would keep its
+    present states. DeepSpeed also does not load the part of the state that is in memory: the number of steps, the
+    values of the parameter groups, the loss scales, and the complete state of parameters that are too small to be on
+    NVMe.
     """
     folder = directory / tag
     saved_ranks, own_ranks = engine.loaded_checkpoint_dp_world_size, engine.seq_dp_world_size
     if saved_ranks != own_ranks:
         raise CheckpointError(
-            f"{saved_ranks} ranks have saved it, and {own_ranks} load: tensors on NVMe are each rank's own",
+            f"saved by {saved_ranks} ranks, but loaded by {own_ranks}: the numbers must be equal, because each rank "
+            "has its own tensors on NVMe",
             str(folder),
         )
     optimizer = engine.optimizer
@@ -561,7 +586,9 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
     saved = states[dist.get_rank(group=optimizer.dp_process_group)]
     for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
         setattr(optimizer, name, saved[name])
-    optimizer.checkpoint_event_prologue()  # parameters that all ranks have whole are made of the partitions again
+    # Partition all parameters. checkpoint_event_epilogue() below gathers the persistent parameters again, from the
+    # loaded partitions.
+    optimizer.checkpoint_event_prologue()
     own, given = optimizer.optimizer, saved["optimizer_state_dict"]
     saved_states: dict[Any, dict[str, Any]] = {}
     optimizer._set_fp32_optimizer_param_groups()
@@ -570,8 +597,10 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
             saved_states[param] = given["state"].get(key, {})
         group.update({name: value for name, value in values.items() if name != "params"})
     optimizer._clear_fp32_optimizer_param_groups()
-    swapped = _Swapped(optimizer, folder / _rank_folder(engine))
-    for param in optimizer.fp32_partitioned_groups_flat:  # before any is asked for ahead
+    swapped = _SwapFiles(optimizer, folder / _rank_folder(engine))
+    for param in (
+        optimizer.fp32_partitioned_groups_flat
+    ):  # clear all states before DeepSpeed prefetches one of them
         own.state[param].clear()
     optimizer.optimizer_swapper.purge_state()
     params = zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
@@ -583,7 +612,7 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
             param.data.copy_(value.data)
         on_nvme = []
         for name, state in saved_states.get(param, {}).items():
-            # What the file has of a tensor on NVMe is what DeepSpeed's buffers had at that time.
+            # For a tensor on NVMe the saved state is the content of a swap buffer, not of the tensor. Read its file.
             if isinstance(state, torch.Tensor) and swapped.has(number, name):
                 state = swapped.read(number, name, torch.empty_like(param.data))
                 on_nvme.append(state)
@@ -597,22 +626,22 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
 
 
 def _id_of(name: str) -> str:
-    """Return whose tensor a file has; a gradient's has an id that no parameter has."""
+    """Return the id in a swap file's name: a parameter's id. In a gradient's name, it is an id of no parameter."""
     return name.removesuffix(_SWAPPED_SUFFIX).rpartition("-")[2]
 
 
-class _Swapped:
-    """Files of a rank's tensors that were on NVMe, called by numbers that DeepSpeed counts anew in each process.
+class _SwapFiles:
+    """The saved files of a rank's tensors on NVMe. Their names have ids that DeepSpeed assigns again in each process.
 
     Attributes
     ----------
     ids : dict of int to str
-        What those of this engine's groups, by their positions, are called there.
+        The id in the saved files' names for each group of this engine, by the group's position.
 
     Raises
     ------
     CheckpointError
-        They are not those of such an engine.
+        The files do not belong to an engine with the same groups.
     """
 
     def __init__(self, optimizer: Any, folder: Path) -> None:
@@ -629,26 +658,32 @@ class _Swapped:
         sizes = [(swaps / (name + _SWAPPED_SUFFIX)).stat().st_size for name in own]
         if sizes != [(folder / (name + _SWAPPED_SUFFIX)).stat().st_size for name in there]:
             raise CheckpointError(
-                "its tensors are not those that this engine has on NVMe", str(folder)
+                "the saved tensors on NVMe have other sizes, or another number, than those of this engine (likely "
+                "cause: another model or another partitioning)",
+                str(folder),
             )
         self.ids = dict(zip(numbers, there, strict=True))
-        for name in names:  # which DeepSpeed has copied to where nobody would look for them
+        for name in (
+            names
+        ):  # DeepSpeed has copied all files, but does not use those with ids of another process
             if _id_of(name) not in own:
                 (swaps / name).unlink(missing_ok=True)
 
     def has(self, number: int, name: str) -> bool:
-        """Return whether a state of a group's is there."""
+        """Return whether there is a file for a state of a group."""
         return number in self.ids and self._path(number, name).exists()
 
     def read(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Read a state of a group's, or without a name the parameters."""
+        """Read a state of a group into a tensor; an empty name reads the group's parameters."""
         return tensorferry.read(self._path(number, name), tensor)
 
     def _path(self, number: int, name: str) -> Path:
         return self._folder / f"{name and name + '-'}{self.ids[number]}{_SWAPPED_SUFFIX}"
 
 
-def _copying_scripts(copy: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+def _wrap_copy_scripts(copy: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Return a function that writes DeepSpeed's recovery script atomically, which ``copy`` would write in place."""
+
     @functools.wraps(copy)
     def copy_recovery_script(self: Any, save_path: str) -> None:
         def copy_whole() -> None:
@@ -670,18 +705,22 @@ def _copying_scripts(copy: Callable[[Any, str], None]) -> Callable[[Any, str], N
     return copy_recovery_script
 
 
-# Of the checkpoint that is being loaded in a thread.
+# The tag of the checkpoint that the current thread is loading.
 _tag: contextvars.ContextVar[str | None] = contextvars.ContextVar("_tag", default=None)
 
 
-def _reading_weights(read: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_read_weights(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def get_weights(checkpoint_dir: Any, tag: Any = None, *arguments: Any, **options: Any) -> Any:
-        """Read weights out of what optimizers have, of the checkpoint that is loaded rather than the newest one."""
+        """Read the weights from the files of the optimizer states, after verifying these files.
+
+        Without a tag DeepSpeed would read the newest checkpoint; this function reads the checkpoint that is being
+        loaded.
+        """
         tag = _tag.get() if tag is None else tag
         if tag is not None:
             folder = Path(checkpoint_dir) / tag
-            for name, entry in _listed(folder).items():
+            for name, entry in _files_in_list(folder).items():
                 if name.endswith("optim_states.pt"):
                     _compare(folder / name, entry)
                     for problem in verify(folder / name).problems:
@@ -691,8 +730,8 @@ def _reading_weights(read: Callable[..., Any]) -> Callable[..., Any]:
     return get_weights
 
 
-def _content_of(folder: Path) -> dict[str, Any]:
-    """Return what a folder's list says, nothing where there is none."""
+def _read_list(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's list, or an empty dict if there is none."""
     path = folder / LIST_NAME
     try:
         content: dict[str, Any] = json.loads(path.read_text())
@@ -702,20 +741,22 @@ def _content_of(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"it is damaged ({error})", str(path)) from None
     if version != _VERSION:
-        raise CheckpointError(f"a newer tensorferry wrote it (version {version!r})", str(path))
+        raise CheckpointError(
+            f"it was written by a newer tensorferry (version {version!r})", str(path)
+        )
     return content
 
 
-def _listed(folder: Path) -> _Entries:
-    """Return which files belong to a checkpoint, as far as that is known."""
-    content = _content_of(folder)
+def _files_in_list(folder: Path) -> _Entries:
+    """Return the files of a checkpoint from its list; an empty dict if the list is missing."""
+    content = _read_list(folder)
     if content.get(_UNFINISHED):
-        raise CheckpointError("the save of this checkpoint did not come to its end", str(folder))
+        raise CheckpointError("the save of this checkpoint was not completed", str(folder))
     return dict(content.get("files", {}))
 
 
-def _described(path: Path) -> dict[str, int]:
-    """Return a file's size, and a checksum that tells it from others."""
+def _describe(path: Path) -> dict[str, int]:
+    """Return a file's size and a checksum: of its end if it is an archive, else of the whole file."""
     with path.open("rb", buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         is_archive = file.read(4) == b"PK\3\4"
@@ -727,13 +768,13 @@ def _described(path: Path) -> dict[str, int]:
 
 
 def _compare(path: Path, entry: dict[str, int]) -> None:
-    found = _described(path)
+    found = _describe(path)
     if found != entry:
-        what = f"it has {found['nbytes']} bytes, and {entry['nbytes']} were saved"
+        what = f"it has {found['nbytes']} bytes, but {entry['nbytes']} were saved"
         if found["nbytes"] == entry["nbytes"]:
-            what = "its bytes are not those that were saved"
+            what = "its bytes differ from those that were saved"
         raise CheckpointError(
-            f"{what}: it is damaged, or of another save (remedy, if it was changed on purpose: remove "
+            f"{what}: it is damaged, or belongs to another save (remedy, if it was changed on purpose: remove "
             f"{str(path.parent / LIST_NAME)!r})",
             str(path),
         )

@@ -1,4 +1,4 @@
-"""What training and inference keep on drives, in a number of bytes of memory: optimizers' state, models' weights."""
+"""Training and inference with optimizer state and model weights on drives, within a memory budget."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("TableEmbedding", "TableEmbeddingBag"):  # need NumPy, as nothing else here
+    if name in ("TableEmbedding", "TableEmbeddingBag"):  # imported lazily: only they need NumPy
         from tensorferry.offload import embedding
 
         return getattr(embedding, name)
@@ -60,46 +60,47 @@ def offload_optimizer(
     endurance: int | str | None = None,
     step_device: StepDevice = "param",
 ) -> OffloadedOptimizer:
-    """Return an optimizer that does what another does, bit for bit, with its state on drives.
+    """Return an optimizer that computes bit for bit what ``optimizer`` computes, with its state on drives.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Any whose step treats each parameter by itself; from now on it is used by what is returned, alone.
+        Any optimizer that updates each parameter independently of the others. From now on, use only the returned
+        optimizer.
     directories : path, or a list of paths
-        Where the state goes, in files without names that are gone with the process; several should be on several
-        drives.
+        Directories for the state. The files have no names, and the system deletes them when the process ends. Several
+        directories should be on different drives.
     memory_budget : int or str
-        Bytes of memory for state: ``8 << 30``, or ``"8GiB"``. What fits stays in memory; with enough for all nothing is
-        moved.
+        Bytes of memory for state: ``8 << 30``, or ``"8GiB"``. State that fits stays in memory; with a budget for the
+        whole state, steps read and write nothing.
     master_dtype : torch.dtype, optional
-        Parameters of another dtype are stepped as copies of this one (``torch.float32``, for bfloat16 parameters),
-        which are state, too: ``state[param]["master"]``.
+        Step parameters of another dtype as copies in this dtype (``torch.float32`` for bfloat16 parameters). The
+        copies are part of the state: ``state[param]["master"]``.
     commit : "none", "step" or "fsync"
-        With "step" each step is committed before ``step()`` returns: however the process ends, ``resume()`` of the next
-        one finds parameters, state and groups' values as the last whole step has left them. That takes files with
-        names, twice the space, and a write of everything in each step; the directories are for one process alone.
-        "fsync" makes steps last through a power cut, too.
+        "step" commits each step before ``step()`` returns. However the process ends, ``resume()`` in the next process
+        restores parameters, state and the values in ``param_groups`` as they were after the last complete step. This
+        needs named files, twice the space, and a write of the whole state in each step; only one process may use the
+        directories. With "fsync", steps also survive a power failure.
     weights : sequence of positive numbers, optional
-        How much of the bytes each directory takes, for drives that are not equally fast.
+        The share of the bytes that each directory gets, for drives of different speeds.
     step_device : "param" or "cpu"
-        Where the arithmetic is done: where the parameters are, or in host memory, with copies of parameters and
-        gradients. With parameters on a GPU and "param", three buckets are there beside them, and ``memory_budget`` is
-        page-locked host memory.
+        Where the arithmetic runs: on the device of the parameters, or in host memory on copies of parameters and
+        gradients. With parameters on a GPU and "param", the GPU also holds the state of three buckets (groups of
+        parameters that are stepped together), and ``memory_budget`` is page-locked host memory.
     endurance : int or str, optional
-        Bytes that the drives are rated to be written (TBW): ``"1200T"``. Then :meth:`OffloadedOptimizer.stats` says how
-        much of it has been used.
+        Bytes that the drives are rated to be written (TBW): ``"1200T"``. :meth:`OffloadedOptimizer.stats` then reports
+        the share that has been used.
 
     Raises
     ------
     NotSeparableError
-        The optimizer cannot be stepped piece by piece with the same result; the message says why.
+        The optimizer cannot step parameters piece by piece with the same result; the message gives the reason.
     MemoryBudgetError
-        The budget is too small; ``needed_nbytes`` would do.
+        The budget is too small; ``needed_nbytes`` is the smallest one that works.
     StorageError
-        The directories have no space for all state, or cannot be used.
+        The directories lack space for the state, or cannot be used.
     ValueError, TypeError
-        An argument is not usable.
+        An argument is invalid.
     """
     check_optimizer(optimizer)
     nbytes = checked_nbytes(memory_budget, "memory_budget")

@@ -1,10 +1,10 @@
-"""What a model has for a weight that is not in memory: its shape, dtype and device, and an error for all uses of it.
+"""Stand-ins for weights that are not in memory: they have shape, dtype and device, and every other use raises.
 
-A tensor on the meta device would not do. Torch (2.13) multiplies one of the CPU with one of the meta device without an
-error, and the result is what happened to be in memory; and inputs that are moved to the model's device would be lost.
-So this is a tensor on the device where the weight will be, without memory, whose operations end in an error: those that
-Python calls in ``__torch_function__``, which also sees those that read memory at once (``data_ptr``), and all others,
-such as those of TorchScript, in ``__torch_dispatch__``.
+A tensor on the meta device would not be safe. Torch (2.13) multiplies a CPU tensor by a meta tensor without an error
+and returns uninitialized memory; and inputs that are moved to the model's device would lose their values. Therefore a
+stand-in is a tensor without memory on the weight's future device, and every operation on it raises.
+``__torch_function__`` catches the operations that Python calls, including direct access to memory (``data_ptr``), and
+``__torch_dispatch__`` catches all others, such as those of TorchScript.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tensorferry.offload.training import Training
     from tensorferry.offload.weights import WeightStream
 
-# Shape, dtype and device answer these.
-_ASKED = {
+# Functions that can be answered from shape, dtype and device.
+_METADATA_FUNCTIONS = {
     "__len__",
     "dim",
     "element_size",
@@ -40,12 +40,12 @@ _ASKED = {
     "stride",
     "_has_compatible_shallow_copy_type",
 }
-# Attributes that need values, or memory.
-_NOT_ASKED = {"H", "T", "__cuda_array_interface__", "imag", "mH", "mT", "real"}
+# Attributes that need values or memory.
+_VALUE_ATTRIBUTES = {"H", "T", "__cuda_array_interface__", "imag", "mH", "mT", "real"}
 
 
-class Absent(nn.Parameter):
-    """A parameter without memory that no operation takes; made by :func:`absent`."""
+class AbsentParameter(nn.Parameter):
+    """A parameter without memory on which no operation works; made by :func:`absent_parameter`."""
 
     weight_name: str
 
@@ -57,15 +57,15 @@ class Absent(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what can be told without values, and refuse the rest."""
+        """Answer questions about metadata, and raise for all other operations."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         name, asked, is_attribute = question(func)
-        if is_attribute and len(args) > 1:  # a value
+        if is_attribute and len(args) > 1:  # __set__: args[1] is the value
             return _set(first, name, args[1])
         if is_attribute and name == "data":
             return first
-        if isinstance(first, Absent):
+        if isinstance(first, AbsentParameter):
             if name == "detach":
                 return first
             if name == "requires_grad_":
@@ -83,22 +83,22 @@ class Absent(nn.Parameter):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse whatever has not come through Python."""
+        """Raise for operations that C++ or TorchScript calls, which ``__torch_function__`` does not see."""
         _refuse(args, kwargs or {}, str(func))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or copied."""
+        """Raise: the weight cannot be pickled or copied."""
         raise RuntimeError(
             f"the weight {self.weight_name} is not in memory and cannot be saved or copied: its model is streamed, and "
-            "the files that it is streamed from have it"
+            "the weight is in the model's files"
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse to be copied."""
+        """Raise: the weight cannot be copied."""
         self.__reduce_ex__(None)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what is not here."""
+        """Describe the weight; nn.Parameter's own method would read its values."""
         return (
             f"<the weight {self.weight_name}, not in memory: {list(self.shape)}, {self.dtype}, "
             f"{self.device}>"
@@ -106,89 +106,89 @@ class Absent(nn.Parameter):
 
 
 def question(func: Callable[..., Any]) -> tuple[str, bool, bool]:
-    """Return the name of what ``__torch_function__`` is asked, whether it needs no values, and is an attribute."""
+    """Return the name of an operation, whether metadata answers it, and whether it reads or sets an attribute."""
     name = getattr(func, "__name__", str(func))
     if name not in ("__get__", "__set__"):
-        return name, name in _ASKED, False
+        return name, name in _METADATA_FUNCTIONS, False
     name = getattr(getattr(func, "__self__", None), "__name__", "__cuda_array_interface__")
-    return name, name not in _NOT_ASKED, True
+    return name, name not in _VALUE_ATTRIBUTES, True
 
 
-def absent(
+def absent_parameter(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> nn.Parameter:
-    """Return what stands for a weight that will be on a device."""
+    """Return a stand-in for a weight that will be on ``device``."""
     make: Any = torch.Tensor._make_wrapper_subclass
-    found: Any = make(Absent, shape, dtype=dtype, device=device, requires_grad=False)
+    found: Any = make(AbsentParameter, shape, dtype=dtype, device=device, requires_grad=False)
     found.weight_name = name
     return found  # type: ignore[no-any-return]
 
 
 def _set(weight: Any, name: str, value: Any) -> None:
-    if isinstance(weight, Absent):
+    if isinstance(weight, AbsentParameter):
         if (name == "data" and value is weight) or (name == "grad" and value is None):
             return
         if name == "requires_grad":
             _check_no_gradients(weight, value)
             return
         raise RuntimeError(
-            f"the weight {weight.weight_name} cannot get another {name}: its model is streamed, and its weights are "
+            f"the weight {weight.weight_name}: {name} cannot be replaced: its model is streamed, and its weights are "
             "those of the files; close() the stream first"
         )
     _refuse((value,), {}, f"{name} =")
 
 
-def _check_no_gradients(weight: Absent, requires_grad: bool = True) -> None:
+def _check_no_gradients(weight: AbsentParameter, requires_grad: bool = True) -> None:
     if requires_grad:
         raise RuntimeError(
-            f"the weight {weight.weight_name} is streamed, and streamed weights are for inference: it cannot require "
-            "gradients"
+            f"the weight {weight.weight_name} is streamed and cannot require gradients: streamed weights are for "
+            "inference"
         )
 
 
-def _check_conversion(weight: Absent, args: Any, kwargs: Any) -> None:
+def _check_conversion(weight: AbsentParameter, args: Any, kwargs: Any) -> None:
     wanted = torch.empty(0, dtype=weight.dtype, device=weight.device).to(*args, **kwargs)
     if (wanted.dtype, wanted.device) != (weight.dtype, weight.device):
         raise RuntimeError(
             f"the weight {weight.weight_name} is not in memory: it is streamed as {weight.dtype} to {weight.device} "
-            f"and cannot become {wanted.dtype} on {wanted.device}: the files give the dtype, device= the device"
+            f"and cannot become {wanted.dtype} on {wanted.device}; the files determine the dtype, device= the device"
         )
 
 
 def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> NoReturn:
-    name = next((one.weight_name for one in _flat((*args, *kwargs.values()))), "")
+    name = next((one.weight_name for one in _absent_parameters_in((*args, *kwargs.values()))), "")
     raise RuntimeError(
-        f"the weight {name} is not in memory: it is while its module runs, and something else ({operation}) uses it. "
-        "A module whose forward() uses parameters of modules below it is to be given to stream_weights() as one of "
+        f"the weight {name} is not in memory: it is there only while its module runs, and {operation} uses it outside "
+        "of that. If a module's forward() uses parameters of modules below it, pass its class to stream_weights() in "
         "blocks="
     )
 
 
-def _flat(values: Any) -> Any:
+def _absent_parameters_in(values: Any) -> Any:
     for value in values:
-        if isinstance(value, Absent):
+        if isinstance(value, AbsentParameter):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _flat(value)
+            yield from _absent_parameters_in(value)
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that ``torch.compile`` does not look into."""
+    """Return a function that ``torch.compile`` does not trace."""
     disable: Any = torch.compiler.disable
     return disable(function)  # type: ignore[no-any-return]
 
 
 class Forward:
-    """What a module has as its ``forward`` meanwhile. It is outside of the graphs of ``torch.compile``.
+    """A replacement for a module's ``forward``, which ``torch.compile`` does not trace.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its ``forward`` is replaced, until :meth:`remove`.
+        The module; it has this ``forward`` until :meth:`remove`.
     owner : WeightStream or Training
-        Who has replaced it, and refuses to be pickled or copied: the module cannot be either.
+        The object that replaces ``forward``. Its ``__reduce__`` raises, so the module cannot be pickled or copied.
     run : callable
-        Is called with the module's own ``forward``, arguments and keyword arguments.
+        Called with the module's own ``forward``, the arguments and the keyword arguments.
     """
 
     def __init__(
@@ -196,32 +196,33 @@ class Forward:
     ) -> None:
         self.owner = owner
         self.forward: Callable[..., Any] = module.forward
-        self._of, self._was_own = module, "forward" in vars(module)
+        self._module, self._had_own_forward = module, "forward" in vars(module)
         functools.update_wrapper(self, self.forward, updated=())
-        self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
+        # torch.export reads this attribute of a module's `forward`.
+        self.__code__ = getattr(self.forward, "__code__", None)
         self._run = outside_of_graphs(run)
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Call ``run`` with the module's own ``forward``."""
         return self._run(self.forward, args, kwargs)
 
     def remove(self) -> None:
-        """Give the module its own back, if it still has this one."""
-        if vars(self._of).get("forward") is not self:
+        """Restore the module's own ``forward``, unless another ``forward`` has replaced this one."""
+        if vars(self._module).get("forward") is not self:
             return
-        if self._was_own:
-            self._of.forward = self.forward
+        if self._had_own_forward:
+            self._module.forward = self.forward
         else:
-            del self._of.forward
+            del self._module.forward
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, and with it the module."""
+        """Raise as the owner does: the module cannot be pickled or copied."""
         self.owner.__reduce__()
 
 
 def recorded() -> bool:
-    """Return whether operations are recorded: by torch.jit.trace(), make_fx() or torch.export."""
+    """Return whether torch.jit.trace(), make_fx() or torch.export records the operations."""
     jit: Any = torch.jit
     if jit.is_tracing():
         return True

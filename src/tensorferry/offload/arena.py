@@ -1,7 +1,7 @@
-"""Which bytes of one piece of memory are whose: arithmetic only.
+"""Allocator of ranges within one block of memory. It only computes offsets.
 
-What comes and goes takes the lowest place that fits, what is to stay the highest: so the first kind finds room in one
-piece as long as the second does not grow.
+Temporary ranges are taken from the low end and lasting ranges from the high end. So lasting ranges do not divide the
+space from which temporary ranges are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALIGN_NBYTES = 4096
 
 
 class Arena:
-    """Places in ``nbytes`` bytes, each known by its owner."""
+    """Ranges of a memory block of ``nbytes`` bytes, each identified by its owner."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -25,12 +25,15 @@ class Arena:
 
     @property
     def taken_nbytes(self) -> int:
-        """Bytes that have owners."""
+        """Return the number of bytes that have owners."""
         return sum(end - begin for begin, end in self._taken.values())
 
     def take(self, owner: Hashable, nbytes: int, *, stays: bool = False) -> int | None:
-        """Return where an owner's bytes, which are rounded up to whole pages, begin; None where no place is as long."""
-        nbytes = rounded(nbytes)
+        """Return the offset of a free range for ``owner``, or None if no free range is long enough.
+
+        The range has ``nbytes`` rounded up to whole pages. With ``stays``, it is a lasting range.
+        """
+        nbytes = round_to_pages(nbytes)
         order = range(len(self._free) - 1, -1, -1) if stays else range(len(self._free))
         for index in order:
             begin, end = self._free[index]
@@ -44,7 +47,7 @@ class Arena:
         return None
 
     def give_back(self, owner: Hashable) -> None:
-        """Let others have an owner's bytes."""
+        """Free the range of an owner."""
         begin, end = self._taken.pop(owner)
         index = bisect.bisect(self._free, (begin, end))
         if index < len(self._free) and self._free[index][0] == end:
@@ -56,10 +59,10 @@ class Arena:
             self._free.insert(index, (begin, end))
 
     def clear(self) -> None:
-        """Forget all owners."""
+        """Free all ranges."""
         self.__init__(self.nbytes)  # type: ignore[misc]
 
 
-def rounded(nbytes: int) -> int:
-    """Return a number of bytes rounded up to whole pages."""
+def round_to_pages(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES

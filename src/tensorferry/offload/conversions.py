@@ -1,8 +1,9 @@
-"""Where transformers' models have what their checkpoints call, and divide, otherwise: by transformers' own mapping.
+"""Mapping of a transformers model to the tensors of its checkpoint, from transformers' own conversion rules.
 
-Transformers 5 saves the experts of Mixtral one by one, say, and has them in one parameter. Its mapping consists of
-renamings and of converters, whose operations (stack, concatenate, chunk) work on tensors. Here they are given tensors
-of row numbers: their results say which rows of the files are the rows of a parameter. No tensor is read.
+A checkpoint may name and split its tensors differently from the model: transformers 5 saves the experts of Mixtral one
+by one, and the model has them in one parameter. The rules of transformers consist of renamings and of converters.
+Converters apply operations such as stack, concatenate and chunk to tensors. This module gives them tensors of row
+numbers instead of values. The results show which rows of the files form a parameter, and no tensor is read.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Operations that move rows and change none.
+# Operations that only reorder rows.
 _MOVING = {"Chunk", "Concatenate", "Interleave", "MergeModulelist", "Split", "SplitModulelist"}
-# Each piece is a read.
+# A limit on the pieces of a parameter: each piece is a separate read.
 _MAX_PIECES = 4096
 
 
 class Elements(NamedTuple):
-    """Elements of a tensor of the files, in their order."""
+    """A range of elements of a tensor in the files."""
 
     name: str
     begin: int
@@ -36,14 +37,14 @@ class Elements(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A parameter, made of pieces that follow each other."""
+    """A parameter as a sequence of consecutive pieces."""
 
     shape: tuple[int, ...]
     pieces: list[Elements]
 
 
 class Converted(NamedTuple):
-    """What a model has in its files, and the files' names for which it has no place."""
+    """The layouts of a model's tensors, and the names in the files that the model does not have."""
 
     layouts: dict[str, Layout]
     unexpected: list[str]
@@ -52,26 +53,26 @@ class Converted(NamedTuple):
 def by_transformers(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, torch.Tensor]
 ) -> Converted | None:
-    """Return where a model of transformers has its tensors in files.
+    """Return how the tensors of a transformers model are stored in its files.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model.
     shapes : mapping of str to tuple of int
-        The tensors of its files.
+        The shapes of the tensors in its files.
     wanted : mapping of str to torch.Tensor
-        Its parameters and persistent buffers, on whatever device.
+        The model's parameters and persistent buffers, on any device.
 
     Returns
     -------
     Converted or None
-        None where it is not a model of transformers, or of a version without such a mapping (before 5).
+        None if this is not a transformers model, or transformers is older than 5 and has no such rules.
 
     Raises
     ------
     ValueError
-        A parameter is not made of rows of the files, or two tensors of the files are the same one.
+        A parameter does not consist of rows of the files, or two tensors of the files map to the same parameter.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
@@ -89,13 +90,13 @@ def by_transformers(
     renamed: dict[str, str] = {}
     unexpected = []
     rename, prefix = loading.rename_source_key, model.base_model_prefix
-    # As transformers' own loader has it, convert_and_load_state_dict_in_model.
+    # The same order of attempts as in transformers' own loader, convert_and_load_state_dict_in_model.
     for name in sorted(shapes, key=loading.dot_natural_key):
         target, pattern = rename(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename(name, [], [], prefix, wanted)
         if name == target and name in wanted and shapes[name] == tuple(wanted[name].shape):
-            pattern = None  # converted already
+            pattern = None  # the files have this tensor in the model's own form
         if target not in wanted:
             unexpected.append(name)
         elif pattern is not None:
@@ -105,7 +106,9 @@ def by_transformers(
                 conversion = begun[target] = _Conversion(target, own)
             conversion.add(pattern, name, shapes[name])
         elif target in renamed:
-            raise ValueError(f"files: {renamed[target]} and {name} are both the model's {target}")
+            raise ValueError(
+                f"files: {renamed[target]} and {name} both map to the model's {target}"
+            )
         else:
             renamed[target] = name
     layouts = {
@@ -116,46 +119,50 @@ def by_transformers(
         for target, layout in conversion.layouts(model).items():
             if target in layouts:
                 raise ValueError(
-                    f"files: {layouts[target].pieces[0].name} and {layout.pieces[0].name} are both the model's {target}"
+                    f"files: {layouts[target].pieces[0].name} and {layout.pieces[0].name} both map to the model's "
+                    f"{target}"
                 )
             layouts[target] = layout
     return Converted(layouts, unexpected)
 
 
 class _Conversion:
-    """One use of a converter, on row numbers."""
+    """One application of a converter to row numbers."""
 
     def __init__(self, target: str, converter: Any) -> None:
         self._target = target
         self._converter = converter
         self._names: list[str] = []
-        self._begins = [0]  # the first row of each, and the end
-        self._row: tuple[int, ...] | None = None  # the last dimension, where it is not counted
+        self._begins = [0]  # the first row number of each tensor, and the end
+        # The last dimension, if rows are numbered rather than elements.
+        self._row: tuple[int, ...] | None = None
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:
-        """Add a tensor of the files."""
+        """Add a tensor of the files as a tensor of consecutive row numbers."""
         row = shape[-1:] if len(shape) > 1 else ()
         if self._row not in (None, row):
-            raise self._refusal(f"{self._names[0]} and {name} have other shapes")
+            raise self._refusal(f"{self._names[0]} and {name} have different shapes")
         self._row = row
         begin = self._begins[-1]
         self._names.append(name)
         self._begins.append(begin + math.prod(shape[: len(shape) - len(row)]))
         rows = torch.arange(begin, self._begins[-1], device="cpu")
         counted = rows.view(*shape[:-1], 1) if row else rows.view(shape)
+        # A trailing dimension of 1 takes the place of the row's elements: a converter may reorder rows, but
+        # not the elements within a row.
         self._converter.add_tensor(self._target, name, pattern, counted)
 
     def layouts(self, model: Any) -> dict[str, Layout]:
-        """Return what it makes."""
+        """Return the layouts of the parameters that the converter makes."""
         others = {type(each).__name__ for each in self._converter.operations} - _MOVING
         if others:
             raise self._refusal(
-                f"by {', '.join(sorted(others))}, which changes more than their order"
+                f"with {', '.join(sorted(others))}, which changes more than the order of rows"
             )
         try:
             made = self._converter.convert(self._target, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, AttributeError) as error:
-            raise self._refusal(f"which does not fit together: {error}") from error
+            raise self._refusal(f"which fails: {error}") from error
         return {
             name: self._layout(rows[0] if isinstance(rows, list) else rows)
             for name, rows in made.items()
@@ -164,14 +171,15 @@ class _Conversion:
     def _layout(self, rows: torch.Tensor) -> Layout:
         assert self._row is not None
         if self._row and rows.shape[-1] != 1:
-            raise self._refusal("by rows that it cuts or joins")
+            raise self._refusal("which splits or joins rows")
         row = math.prod(self._row)
         flat = rows.reshape(-1)
+        # Pieces end where row numbers stop being consecutive, or where the next tensor of the files begins.
         owners = torch.bucketize(flat, torch.tensor(self._begins[1:], device="cpu"), right=True)
         ends = torch.nonzero((flat[1:] != flat[:-1] + 1) | (owners[1:] != owners[:-1]))
         edges = [0, *(ends.reshape(-1) + 1).tolist(), len(flat)] if len(flat) else [0]
         if len(edges) > _MAX_PIECES:
-            raise self._refusal(f"by {len(edges) - 1} pieces of them")
+            raise self._refusal(f"in {len(edges) - 1} pieces, more than {_MAX_PIECES}")
         pieces = []
         for begin, end in itertools.pairwise(edges):
             owner = int(owners[begin])
@@ -182,6 +190,6 @@ class _Conversion:
     def _refusal(self, why: str) -> ValueError:
         names = self._names[0] if len(self._names) == 1 else f"{self._names[0]} and others"
         return ValueError(
-            f"files: transformers makes {self._target} of {names}, {why}: this cannot be streamed. Load the model with "
-            "transformers, save its state_dict() with save_file(), and stream that"
+            f"files: transformers makes {self._target} from {names}, {why}: this cannot be streamed. Load the model "
+            "with transformers, save its state_dict() with save_file(), and stream that file"
         )

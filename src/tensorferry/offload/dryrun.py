@@ -1,8 +1,8 @@
-"""Steps of an optimizer without their arithmetic: which state they make, and whether they treat each element by itself.
+"""Dry runs of an optimizer's step: which state the step makes, and whether it treats each element independently.
 
-The optimizer's own step() runs in Python as ever, and the operations that it calls are looked at instead of done. So a
-parameter of any size takes no time and no memory: its values are never touched. Operations on what is not derived from
-the parameter or its gradient, a count of steps, say, are done as they are.
+The optimizer's own step() runs in Python as usual, but the operations that it calls are recorded and not executed. So
+a parameter of any size costs no time and no memory, and its values are never touched. Operations on tensors that are
+not derived from the parameter or its gradient, such as a step count, are executed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorferry.offload.states import CLASSES
+from tensorferry.offload.states import PLAIN_TENSOR_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Some optimizers make state late: RAdam's variants and those that keep the last ten gradients.
+# Some optimizers create state late: variants of RAdam, and optimizers that keep the last ten gradients.
 STEPS = 12
 
-# Steps of many operations are tried until state has been the same for so many.
+# A step of more than 1000 operations is repeated only until its state has been unchanged for 4 steps.
 _MANY_OPERATIONS, _SETTLED_STEPS = 1000, 4
 
-# Larger tensors are never computed, whatever they are derived from.
+# Larger tensors are never computed, even if they are not derived from the parameter.
 MAX_COMPUTED = 1024
 
-# A loop that waits for a value, of which there is none, would never end.
+# A limit: a loop that waits for a certain value would never end, because a dry run has no values.
 _MAX_OPERATIONS = 20_000
 
-# Element by element, though torch does not tag them so (`torch.Tag.pointwise`).
+# Element-wise operations that torch does not tag as such (`torch.Tag.pointwise`).
 _POINTWISE = {
     *("copy_", "zero_", "fill_", "_to_copy", "clone", "masked_fill", "masked_fill_", "lift_fresh"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "detach", "alias", "view_as_real"),
@@ -40,21 +40,21 @@ _POINTWISE = {
 _NOT_POINTWISE = {"_foreach_norm", "_foreach_max", "_foreach_mm"}
 
 
-class Traced(NamedTuple):
-    """What a dry run has found.
+class DryRunResult(NamedTuple):
+    """The result of a dry run.
 
-    ``state`` is the parameter's after some steps, with tensors that have shapes and no values. ``pointwise`` says that
-    every operation on them treated each element by itself, and ``trace`` which operations they were.
+    ``state`` is the parameter's state after some steps; its tensors have shapes and no values. ``pointwise`` tells
+    whether every operation treated each element independently. ``trace`` lists the operations.
     """
 
     state: dict[Any, Any]
     pointwise: bool
     trace: list[Any]
-    reads: bool = False  # a value was asked for
+    reads: bool = False  # whether the step asked for the value of a tensor
 
 
-class _EscapedError(Exception):
-    """The step does something whose result cannot be told without doing it."""
+class _TooManyOperationsError(Exception):
+    """The step calls too many operations for a dry run."""
 
 
 def dry_run(
@@ -64,50 +64,50 @@ def dry_run(
     *,
     answer: bool = True,
     steps: int = STEPS,
-) -> Traced | None:
+) -> DryRunResult | None:
     """Step one parameter, which has a gradient, without arithmetic.
 
     Parameters
     ----------
     step : callable
-        Steps it, and nothing else.
+        Steps this parameter and no other.
     param : torch.Tensor
-        In host memory, or on the device ``meta``, as its gradient; neither is read or written.
+        In host memory or on the ``meta`` device, like its gradient; neither is read or written.
     state_of : callable
-        Returns its state.
+        Returns the parameter's state.
     answer : bool
-        What the step finds where it asks whether something is true of values.
+        The answer to each question whether values meet a condition.
     steps : int
-        How many steps.
+        The number of steps.
 
     Returns
     -------
-    Traced or None
-        None where the step needs values.
+    DryRunResult or None
+        None if the step needs values.
     """
-    with _Watch(param, answer) as watch:
+    with _OperationRecorder(param, answer) as recorder:
         try:
             known, unchanged = None, 0
             for _ in range(steps):
                 grad = param.grad
                 step()
                 if param.grad is not grad:
-                    watch.pointwise = False
-                watch.forget_values(state_of())
+                    recorder.pointwise = False
+                recorder.forget_values(state_of())
                 shapes = _shapes_in(state_of())
                 unchanged = unchanged + 1 if shapes == known else 0
                 known = shapes
-                if unchanged >= _SETTLED_STEPS and len(watch.trace) > _MANY_OPERATIONS:
+                if unchanged >= _SETTLED_STEPS and len(recorder.trace) > _MANY_OPERATIONS:
                     break
-        except Exception:  # whatever an optimizer does that needs values
+        except Exception:  # an optimizer that needs values may raise any exception without them
             return None
     state = _pytree.tree_map(_without_memory, dict(state_of()))
-    return Traced(state, watch.pointwise, watch.trace, watch.reads)
+    return DryRunResult(state, recorder.pointwise, recorder.trace, recorder.reads)
 
 
 def _without_memory(leaf: Any) -> Any:
     is_large = isinstance(leaf, torch.Tensor) and leaf.numel() > MAX_COMPUTED
-    return leaf.to("meta") if is_large and type(leaf) in CLASSES else leaf
+    return leaf.to("meta") if is_large and type(leaf) in PLAIN_TENSOR_CLASSES else leaf
 
 
 def _shapes_in(state: Any) -> Any:
@@ -116,8 +116,12 @@ def _shapes_in(state: Any) -> Any:
     )
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at operations. What is derived from a parameter or a gradient is told by its storage."""
+class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations on derived tensors instead of executing them.
+
+    A tensor is *derived* if its storage is that of the parameter, of its gradient, or of the result of an operation on
+    derived tensors.
+    """
 
     def __init__(self, param: torch.Tensor, answer: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,13 +134,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = param.device
         self._derived: dict[int, Any] = {}
         self._count = 0
-        self._results: dict[
-            Any, Any
-        ] = {}  # of operations that have been looked at, on the device meta
+        self._results: dict[Any, Any] = {}  # of recorded operations, on the meta device
         self.forget_values({})
 
     def forget_values(self, state: dict[Any, Any]) -> None:
-        """Keep what the next step has: the parameter, its gradient, its state as far as it is derived from these."""
+        """Forget derived tensors, except those of the next step: the parameter, its gradient and its derived state."""
         derived, self._derived = self._derived, {}
         for tensor in (self._param, self._param.grad, *_pytree.tree_leaves(state)):
             if isinstance(tensor, torch.Tensor):
@@ -155,15 +157,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not derived and any(tensor.numel() > MAX_COMPUTED for tensor in tensors):
             derived = tensors
         if not derived:
-            return self._done(func, tensors, args, kwargs)
+            return self._run_underived(func, tensors, args, kwargs)
         self._count += 1
         if self._count > _MAX_OPERATIONS:
-            raise _EscapedError
+            raise _TooManyOperationsError
         name = func._schema.name.split("::")[1]
-        self._judge(func, name, tensors, derived, args, kwargs)
+        self._record_operation(func, name, tensors, derived, args, kwargs)
         returns = func._schema.returns
         if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
-            return func(*args, **kwargs)  # a view: nothing is read
+            return func(*args, **kwargs)  # a view: it reads no values
         if name in ("_local_scalar_dense", "item", "equal", "is_nonzero"):
             self.reads = True
             kind = torch.bool if name in ("equal", "is_nonzero") else derived[0].dtype
@@ -176,21 +178,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written:
             for tensor in _pytree.tree_leaves(written):
                 if isinstance(tensor, torch.Tensor):
-                    self._derive(tensor)
+                    self._mark_derived(tensor)
             return None if not returns else written[0] if len(returns) == 1 else tuple(written)
-        return self._made(func, args, kwargs)
+        return self._outputs_without_values(func, args, kwargs)
 
-    def _done(self, func: Any, tensors: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do an operation on what is not derived, a count, say; what is large is made without values."""
+    def _run_underived(self, func: Any, tensors: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on tensors that are not derived, such as a count; a large new tensor gets no values."""
         makes = not tensors and any(each.name == "device" for each in func._schema.arguments)
         if makes:
             there = func(*args, **{**kwargs, "device": torch.device("meta")})
             if isinstance(there, torch.Tensor) and there.numel() > MAX_COMPUTED:
-                return self._made(func, args, kwargs)
+                return self._outputs_without_values(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return new tensors, without values, as the operation would make them."""
+    def _outputs_without_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the operation's outputs with the right shapes and dtypes, and without values."""
 
         def to_meta(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.device.type == "meta":
@@ -205,7 +207,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=self._device
             )
-            self._derive(made)
+            self._mark_derived(made)
             return made
 
         leaves, spec = _pytree.tree_flatten((args, kwargs))
@@ -219,7 +221,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         try:
             known = self._results.get(key)
-        except TypeError:  # an argument that cannot be hashed
+        except TypeError:  # an unhashable argument
             known, key = None, None
         if known is None:
             args, kwargs = _pytree.tree_unflatten([to_meta(leaf) for leaf in leaves], spec)
@@ -230,7 +232,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._results[key] = known
         return _pytree.tree_map(without_values, known)
 
-    def _judge(
+    def _record_operation(
         self,
         func: Any,
         name: str,
@@ -239,9 +241,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        """Note an operation, and whether it treats each element by itself."""
+        """Record an operation, and whether it treats each element independently."""
         known = _is_known(func)
-        if name == "index_put_":  # elements are chosen by a mask, not by their places
+        # index_put_ is element-wise only if a mask chooses the elements; with positions, it is not.
+        if name == "index_put_":
             known = (
                 all(index is not None and index.dtype == torch.bool for index in args[1])
                 and tuple(args[1][0].shape) in self._shapes
@@ -261,13 +264,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_derived(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._derived
 
-    def _derive(self, tensor: torch.Tensor) -> None:
+    def _mark_derived(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._derived[storage._cdata] = storage
 
 
 def _is_known(func: Any) -> bool:
-    """Return whether an operation treats each element by itself."""
+    """Return whether an operation is known to treat each element independently."""
     name = func._schema.name.split("::")[1]
     return func.namespace == "aten" and (
         torch.Tag.pointwise in func.tags
@@ -277,13 +280,13 @@ def _is_known(func: Any) -> bool:
 
 
 class NotPointwiseError(Exception):
-    """An operation that does not treat each element by itself is about to be done with a piece of a parameter."""
+    """An operation that does not treat each element independently is about to run on a piece of a parameter."""
 
 
-class Pieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at the operations of a real step, and raises before one that is not for pieces of these lengths."""
+class PieceGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises in a real step before an operation that is not element-wise gets a piece as input."""
 
-    _known: dict[Any, bool] = {}  # noqa: RUF012 (of all)
+    _known: dict[Any, bool] = {}  # noqa: RUF012 (shared by all instances)
 
     def __init__(self, lengths: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -305,7 +308,7 @@ class Pieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return an operation's arguments as its schema names them, with their values."""
+    """Return pairs of an operation's declared arguments and their values."""
     declared = func._schema.arguments
     named = [(each, kwargs[each.name]) for each in declared if each.name in kwargs]
     return [*zip(declared, args, strict=False), *named]
@@ -321,7 +324,7 @@ def _same_operation(left: Any, right: Any) -> bool:
         left[0] == right[0]
         and len(left[1]) == len(right[1])
         and all(
-            one == other or (one != one and other != other)  # NaN is NaN
+            one == other or (one != one and other != other)  # NaN counts as equal to NaN
             for one, other in zip(left[1], right[1], strict=True)
         )
     )

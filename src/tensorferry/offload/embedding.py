@@ -1,12 +1,11 @@
-"""Embeddings whose weight stays on the drive: rows are read for each batch, ahead of it where it is known.
+"""Embeddings with a weight that stays on the drive: the rows of each batch are read, if possible ahead of its use.
 
-A batch of ids becomes a :class:`_Batch`: rows that the cache has are copied, the others are one read of the table. It
-is begun by ``prefetch``, and a pipeline of reads has it then, or by ``forward`` itself. A forward pass takes the batch
-that has the same ids as it is, without a copy. Else it copies what batches on their way have of its ids, and reads the
-rest.
+Each batch of ids becomes a :class:`_BatchRead`: cached rows are copied, and all other rows are one read of the table.
+The read begins either in ``prefetch``, and then a pipeline holds the batch, or in ``forward``. A forward pass uses a
+prefetched batch with the same ids without a copy. Otherwise it copies the rows that prefetched batches have, and reads
+the rest.
 
-A prefetch is a hint. One that fails is forgotten, and the forward pass that needs its rows reads them again, and raises
-what goes wrong then.
+A prefetch is a hint. If it fails, the forward pass reads its rows again, and raises if that fails.
 """
 
 from __future__ import annotations
@@ -36,38 +35,40 @@ if TYPE_CHECKING:
     from tensorferry.offload.row_cache import Ids, Mask, Rows
     from tensorferry.transfer.futures import Future
 
-# Prefetches that wait, however small they are: each pass looks at all of them.
-_MAX_AHEAD = 16
+# The most prefetched batches, however small: each forward pass compares its ids with all of them.
+_MAX_PREFETCHES = 16
 
-_WEIGHT = (
-    "the weight of this embedding stays in its file: it is no parameter, and cannot be trained (remedy: a "
-    "torch.nn.Embedding or EmbeddingBag with the weight that safetensors.torch.load_file gives)"
+_NO_WEIGHT = (
+    "the weight of this embedding stays in its file: it is not a parameter and cannot be trained (remedy: a "
+    "torch.nn.Embedding or EmbeddingBag with the weight from safetensors.torch.load_file)"
 )
 
 
-class _Batch(Read):
-    """Rows for ids, in their order."""
+class _BatchRead(Read):
+    """A read of the rows of some ids, in the order of the ids."""
 
-    def __init__(self, reading: _Reading, ids: Ids) -> None:
+    def __init__(self, reading: _TableReader, ids: Ids) -> None:
         self.ids = ids
         self.nbytes = len(ids) * reading.table.row_nbytes
         self.rows = reading.new_rows(len(ids))
-        self.due = 0  # the number of the pass that is expected to want it
-        self.lent = False  # somebody copies from it
+        self.due = 0  # the number of the forward pass that is expected to use it
+        self.in_use = False  # whether a forward pass is copying from it
         self._cached = reading.cache_nbytes > 0
-        self._reading: _Reading | None = reading
-        self._missing: Ids | None = None  # places of what the cache has not; None: all
+        self._reading: _TableReader | None = reading
+        self._missing: Ids | None = None  # positions of ids that the cache does not have; None: all
         self._future: Future[torch.Tensor] | None = None
+        # The distinct ids with their positions, and a mask of those that forward passes have used; made by find().
         self._distinct: tuple[Ids, Ids] | None = None
         self._used: Mask | None = None
 
     @property
     def memory_nbytes(self) -> int:
-        """The rows, and with a cache those that are read beside them."""
+        """Memory for the rows, and with a cache also for the rows that are read."""
         return 2 * self.nbytes if self._cached else self.nbytes
 
     def begin(self) -> None:
-        reading, self._reading = self._reading, None  # whose pipeline has this
+        # Drop the reference to the reader: it makes a reference cycle, because the reader's pipeline has this batch.
+        reading, self._reading = self._reading, None
         assert reading is not None
         with reading.using_cache() as cache:
             missing = np.flatnonzero(~cache.look_up(self.ids, _bytes(self.rows)))
@@ -80,8 +81,8 @@ class _Batch(Read):
             self._future = reading.table.gather_async(self.ids[missing], out=read)
         self.futures = [self._future]
 
-    def finish(self, reading: _Reading) -> torch.Tensor:
-        """Wait, offer the cache what has come, and return the rows.
+    def finish(self, reading: _TableReader) -> torch.Tensor:
+        """Wait for the read, offer its rows to the cache, and return all rows.
 
         Raises
         ------
@@ -99,7 +100,11 @@ class _Batch(Read):
         return self.rows
 
     def find(self, ids: Ids) -> tuple[Mask, Ids, bool]:
-        """Return which ids are among its own and where those are; and whether all of it has been found by now."""
+        """Find ids in the batch, and mark their rows as used.
+
+        Return a mask of the ids that the batch has, their positions in the batch, and whether all rows of the batch
+        have been used.
+        """
         if self._distinct is None:
             self._distinct = np.unique(self.ids, return_index=True)
             self._used = np.zeros(len(self._distinct[0]), np.bool_)
@@ -111,8 +116,8 @@ class _Batch(Read):
         return here, places[at[here]], bool(self._used.all())
 
 
-class _Reading:
-    """What of a table is in memory or on its way to it, in one process; for any number of threads."""
+class _TableReader:
+    """The prefetched and cached rows of a table in one process, for any number of threads."""
 
     def __init__(self, table: Table, dtype: torch.dtype, cache_nbytes: int) -> None:
         self.table = table
@@ -121,20 +126,24 @@ class _Reading:
         self.cache_nbytes = cache_nbytes
         self._cache = RowCache(cache_nbytes, table.row_nbytes)
         self._passes = 0
-        self._pipeline: Pipeline[_Batch] = Pipeline(memory_nbytes=read_ahead_nbytes())
+        self._pipeline: Pipeline[_BatchRead] = Pipeline(memory_nbytes=read_ahead_nbytes())
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a forked child, which has neither the table's workers nor, perhaps, the lock."""
+        """Raise RuntimeError in a forked child: it lacks the table's workers, and another thread may hold the lock."""
         self._pipeline._check_process()
 
     def new_rows(self, count: int) -> torch.Tensor:
-        """Return memory for rows, for a pass in whatever mode and with whatever default device."""
+        """Return memory for rows, independent of the default device and of inference mode."""
         with torch.inference_mode(False):
             return torch.empty(count, self.table.shape[1], dtype=self._dtype, device="cpu")
 
     @contextlib.contextmanager
     def using_cache(self) -> Iterator[RowCache]:
-        """Have the cache alone; a new one where a use of it was interrupted, or is by a signal handler now."""
+        """Lock the cache for the duration of a ``with`` block.
+
+        If a signal interrupts the block, the cache may be half changed: ``changing`` stays True, and the next call
+        replaces the cache with a new one.
+        """
         with self._pipeline.lock:
             if self._cache.changing:
                 self._cache = RowCache(self.cache_nbytes, self.table.row_nbytes)
@@ -144,106 +153,110 @@ class _Reading:
             cache.changing = False
 
     def prefetch(self, ids: Ids) -> bool:
-        """Begin to read a batch, if there is room for it; late ones go."""
+        """Begin to read a batch if there is room for it. To make room, drop batches of forward passes that are over."""
         if not len(ids):
             return True
         with self._pipeline.lock:
-            batch = _Batch(self, ids)
-            while len(ahead := self._ahead()) == _MAX_AHEAD or not self._pipeline.has_room(batch):
+            batch = _BatchRead(self, ids)
+            while len(
+                ahead := self._prefetched()
+            ) == _MAX_PREFETCHES or not self._pipeline.may_start(batch):
                 late = next((one for one in ahead if one.due <= self._passes), None)
                 if late is None:
                     return False
                 self._drop(late)
             batch.due = self._passes + len(ahead) + 1
-            with contextlib.suppress(StorageError):  # the pass is told
+            with contextlib.suppress(StorageError):  # the forward pass reads again, and raises
                 self._pipeline.begin(batch)
         return batch.begun
 
     def rows(self, ids: Ids) -> torch.Tensor:
-        """Return the rows of a batch, in memory of the caller's."""
+        """Return the rows of a batch, in memory that belongs to the caller."""
         with self._pipeline.lock:
             self._passes += 1
             self.counts["rows"] += len(ids)
-            ahead = self._ahead()
+            ahead = self._prefetched()
             same = next(
-                (one for one in ahead if not one.lent and np.array_equal(one.ids, ids)), None
+                (one for one in ahead if not one.in_use and np.array_equal(one.ids, ids)), None
             )
             if same is not None:
                 self._pipeline.release(same)
         if same is not None:
-            with contextlib.suppress(StorageError):  # read again below, which may raise it again
+            # If the prefetch has failed, the rows are read again below, which may raise.
+            with contextlib.suppress(StorageError):
                 rows = same.finish(self)
-                same.rows = self.new_rows(0)  # the pipeline may have the batch for a while
+                # The caller owns the rows; the pipeline may keep the batch for a while.
+                same.rows = self.new_rows(0)
                 self.counts["prefetched_rows"] += len(ids)
                 return rows
-        batch = _Batch(self, ids)
-        left = self._copied(ids, batch.rows, ahead) if len(ids) else np.arange(0)
+        batch = _BatchRead(self, ids)
+        left = self._copy_prefetched(ids, batch.rows, ahead) if len(ids) else np.arange(0)
         if len(left) == len(ids):
             batch.begin()
             return batch.finish(self)
         self.counts["prefetched_rows"] += len(ids) - len(left)
-        rest = _Batch(self, ids[left])
+        rest = _BatchRead(self, ids[left])
         rest.begin()
         _bytes(batch.rows)[left] = _bytes(rest.finish(self))
         return batch.rows
 
-    def _copied(self, ids: Ids, rows: torch.Tensor, ahead: Sequence[_Batch]) -> Ids:
-        """Copy what batches on their way have of these ids; return the places of the others."""
+    def _copy_prefetched(self, ids: Ids, rows: torch.Tensor, ahead: Sequence[_BatchRead]) -> Ids:
+        """Copy rows from prefetched batches; return the positions of the ids that none of them has."""
         left = np.arange(len(ids))
         for batch in ahead:
             with self._pipeline.lock:
                 here, places, whole = batch.find(ids[left])
                 if batch.released or not len(places):
                     continue
-                batch.lent = True
+                batch.in_use = True
                 try:
                     _bytes(rows)[left[here]] = _bytes(batch.finish(self))[places]
                     left = left[~here]
                 except StorageError:
                     whole = True
                 finally:
-                    batch.lent = False
+                    batch.in_use = False
                 if whole:
                     self._drop(batch)
         return left
 
-    def _ahead(self) -> list[_Batch]:
+    def _prefetched(self) -> list[_BatchRead]:
         return [batch for batch in self._pipeline.held if not batch.released]
 
-    def _drop(self, batch: _Batch) -> None:
+    def _drop(self, batch: _BatchRead) -> None:
         batch.cancel()
         self._pipeline.release(batch)
 
     def close(self) -> None:
-        """Cancel what is on its way, and close the table."""
+        """Cancel reads in flight, and close the table."""
         self._pipeline.close()
         self.table.close()
 
 
 class TableEmbedding(nn.Module):
-    """An embedding whose weight stays on the drive: what ``torch.nn.Embedding`` gives, bit for bit.
+    """An embedding with its weight on the drive: returns bit for bit what ``torch.nn.Embedding`` returns.
 
-    The rows of a batch are read when it comes, or ahead of it by :meth:`prefetch`, and those that are wanted often stay
-    in memory. The weight is taken for one that does not change. There is no gradient to it: for training it is frozen.
+    The rows of a batch are read in the forward pass, or ahead of it by :meth:`prefetch`. Frequently used rows stay in
+    memory. The weight must not change while it is used. It gets no gradient: in training it is frozen.
 
-    Any number of threads may call it. A copy (``copy.deepcopy``) has the same table and a cache of its own. Pickling is
-    refused, and so is use in a forked child. ``state_dict()`` has nothing of it, and ``load_state_dict()`` no place for
-    a weight. Conversions (``model.half()``) convert what it returns, which is on the device of the ids.
+    Any number of threads may call it. A copy (``copy.deepcopy``) shares the table and has its own cache. It cannot be
+    pickled, or used in a forked child. ``state_dict()`` does not contain the weight, and ``load_state_dict()`` does not
+    accept it. Conversions (``model.half()``) convert the returned rows, which are on the device of the ids.
 
     Parameters
     ----------
     table : Table
-        Its rows are the weight's.
+        The table; its rows are the rows of the weight.
     padding_idx : int, optional
-        An attribute as ``torch.nn.Embedding`` has it, where it stops the gradient only.
+        An attribute as in ``torch.nn.Embedding``, where it only stops the gradient.
     cache_nbytes : int or str
-        Memory for rows that are wanted often: ``64 << 20``, or ``"64MiB"``. None by default: what the
-        page cache serves gets slower by it.
+        Memory for frequently used rows: ``64 << 20``, or ``"64MiB"``. By default there is no cache, because
+        a cache makes access to rows that are in the page cache slower.
 
     Raises
     ------
     ValueError, TypeError
-        The table is not one of rows that are vectors, torch has no such dtype, or another argument is not usable.
+        The table's rows are not vectors, torch does not have its dtype, or another argument is invalid.
 
     Examples
     --------
@@ -251,7 +264,7 @@ class TableEmbedding(nn.Module):
     >>> model.embed.prefetch(next_ids)  # doctest: +SKIP
     """
 
-    stays_in_files = ("weight",)  # stream_weights() does not miss a place for it
+    stays_in_files = ("weight",)  # stream_weights() does not warn that the model lacks this tensor
 
     def __init__(
         self,
@@ -264,7 +277,9 @@ class TableEmbedding(nn.Module):
         if not isinstance(table, Table):
             raise TypeError(f"table: {type(table).__name__} is not a tensorferry.Table")
         if len(table.shape) != 2:
-            raise ValueError(f"table: its shape is {list(table.shape)}, not [rows, elements]")
+            raise ValueError(
+                f"table: expected two dimensions, [rows, elements] (got shape {list(table.shape)})"
+            )
         count = table.shape[0]
         if padding_idx is not None:
             padding_idx = integer(padding_idx, "padding_idx", -count, count - 1) % count
@@ -275,21 +290,21 @@ class TableEmbedding(nn.Module):
             dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         self.num_embeddings, self.embedding_dim = table.shape
         self.padding_idx = padding_idx
-        self._dtype = dtype  # of what it returns
-        self._how = table, dtype, cache_nbytes
-        self._reading = _Reading(*self._how)
+        self._dtype = dtype  # of the returned rows
+        self._reading_arguments = table, dtype, cache_nbytes
+        self._reading = _TableReader(*self._reading_arguments)
 
     @classmethod
     def from_safetensors(
         cls, path: Path | Sequence[Path], name: str | Sequence[str], **options: Any
     ) -> Self:
-        """Make one of a tensor in a model's files, which are opened until :meth:`close`.
+        """Make an embedding from a tensor in a model's files, which stay open until :meth:`close`.
 
         Parameters
         ----------
         path, name
-            As for :meth:`tensorferry.Table.from_safetensors`: a file, several, a folder or an index, and the name of
-            the tensor or of several whose rows follow each other.
+            As for :meth:`tensorferry.Table.from_safetensors`: a file, several files, a directory or an index; and the
+            name of the tensor, or of several tensors with consecutive rows.
         **options
             As for the class.
         """
@@ -306,23 +321,23 @@ class TableEmbedding(nn.Module):
         Raises
         ------
         IndexError
-            An id is negative, or not below the number of rows; nothing was read.
+            An id is negative or too large; nothing was read.
         StorageError
-            Not all rows could be read.
+            A row could not be read.
         """
         return self._rows_of(ids).reshape(*ids.shape, self.embedding_dim)
 
     def prefetch(self, ids: torch.Tensor) -> bool:
-        """Begin to read the rows of a batch that comes later.
+        """Begin to read the rows of a later batch.
 
-        A forward pass with the same ids finds its rows without a copy; one with some of them, or with others besides,
-        copies what is here and reads the rest. There are 16 at most, which hold 64 MiB (``TENSORFERRY_READ_AHEAD``), or
-        one that is larger; with a cache each counts twice.
+        A forward pass with the same ids uses these rows without a copy; one with only some of the ids, or with
+        additional ones, copies the prefetched rows and reads the rest. At most 16 prefetches are held, with at most 64
+        MiB in total (``TENSORFERRY_READ_AHEAD``) or a single larger one; with a cache each counts twice.
 
         Returns
         -------
         bool
-            Whether it has begun. If there is no room, or the read fails at once, the forward pass will read.
+            Whether the read has begun. If there is no room, or the read fails immediately, the forward pass reads.
 
         Raises
         ------
@@ -332,55 +347,60 @@ class TableEmbedding(nn.Module):
         return bool(_untraced(self._prefetch)(ids))
 
     def stats(self) -> dict[str, int]:
-        """Return what has been looked up so far.
+        """Return statistics of lookups.
 
         Returns
         -------
         dict of str to int
-            ``rows`` of all forward passes, and how many of them had been prefetched (``prefetched_rows``); and how many
-            rows the cache had, for forward passes or prefetches (``cached_rows``).
+            ``rows`` of all forward passes, those of them that had been prefetched (``prefetched_rows``), and the rows
+            that the cache provided for forward passes or prefetches (``cached_rows``).
         """
         return dict(self._reading.counts)
 
     def close(self) -> None:
-        """Cancel prefetches and close the table, also for copies."""
+        """Cancel prefetches and close the table, which copies share."""
         self._reading.close()
 
     def extra_repr(self) -> str:
-        """Return what ``repr()`` shows."""
+        """Return the arguments for ``repr()``."""
         text = f"{self.num_embeddings}, {self.embedding_dim}"
         return text if self.padding_idx is None else f"{text}, padding_idx={self.padding_idx}"
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained."""
+        """Raise if gradients are required: the weight cannot be trained."""
         if requires_grad:
-            raise RuntimeError(_WEIGHT)
+            raise RuntimeError(_NO_WEIGHT)
         return super().requires_grad_(requires_grad)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise AttributeError(_WEIGHT)
+            raise AttributeError(_NO_WEIGHT)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            raise AttributeError(_WEIGHT)
+            raise AttributeError(_NO_WEIGHT)
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with_own = {
-            name: value for name, value in vars(self).items() if name not in ("_how", "_reading")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("_reading_arguments", "_reading")
         }
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(with_own, memo))
-        vars(made).update(_how=self._how, _reading=_Reading(*self._how))
+        vars(made).update(
+            _reading_arguments=self._reading_arguments,
+            _reading=_TableReader(*self._reading_arguments),
+        )
         return made
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled: its weight stays in its file (remedy: save the state_dict(), "
-            "and make it again)"
+            "and make the module again)"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -395,9 +415,9 @@ class TableEmbedding(nn.Module):
             raise TypeError(f"ids: {given} is not a tensor of torch.int64 or torch.int32")
         if recorded():
             raise RuntimeError(
-                "a TableEmbedding cannot be traced or exported: its rows would be constants of what is recorded"
+                "a TableEmbedding cannot be traced or exported: the recording would contain its rows as constants"
             )
-        # A copy: the caller may write other ids into the same memory.
+        # A copy: the caller may change the ids before the rows are read.
         numbers: Ids = np.array(ids.detach().cpu().reshape(-1).numpy(), np.int64)
         outside = (numbers < 0) | (numbers >= self.num_embeddings)
         if outside.any():
@@ -418,20 +438,20 @@ class TableEmbedding(nn.Module):
 
 
 class TableEmbeddingBag(TableEmbedding):
-    """Bags of rows that stay on the drive: what ``torch.nn.EmbeddingBag`` gives, bit for bit.
+    """Bags of rows on the drive: returns bit for bit what ``torch.nn.EmbeddingBag`` returns.
 
-    Gradients go to ``per_sample_weights`` where these require them. All else is as for :class:`TableEmbedding`.
+    ``per_sample_weights`` get gradients if they require them. Otherwise as :class:`TableEmbedding`.
 
     Parameters
     ----------
     table, cache_nbytes
         As for :class:`TableEmbedding`.
     mode : "sum", "mean" or "max"
-        What becomes of a bag.
+        How a bag is reduced.
     include_last_offset : bool
-        Whether offsets have the end of the last bag, too.
+        Whether offsets include the end of the last bag.
     padding_idx : int, optional
-        The row that counts for nothing.
+        The row that is excluded from bags.
     """
 
     def __init__(
@@ -454,13 +474,15 @@ class TableEmbeddingBag(TableEmbedding):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what becomes of each bag; errors are those of ``torch.nn.EmbeddingBag`` and of the base."""
+        """Return the reduced bags; raises like ``torch.nn.EmbeddingBag`` and :class:`TableEmbedding`."""
         rows = self._rows_of(ids)
-        # torch is given a weight with a row for each id, in the order of the ids.
+        # torch's function gets the batch's rows as its weight, with one row per id in the order of the ids.
         places = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device).reshape(ids.shape)
         padding = self.padding_idx
         if padding is not None:
-            padding = len(rows)  # also if it does not come: torch has other kernels then
+            # Do this even if no id is the padding: with a padding_idx torch selects other kernels, and the results must
+            # be the same bits.
+            padding = len(rows)
             places[ids == self.padding_idx] = padding
             rows = functional.pad(rows, (0, 0, 0, 1))
         return functional.embedding_bag(
@@ -474,15 +496,15 @@ class TableEmbeddingBag(TableEmbedding):
         )
 
     def extra_repr(self) -> str:
-        """Return what ``repr()`` shows."""
+        """Return the arguments for ``repr()``."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile does not look into; what does that takes long to import."""
+    """Return a function that torch.compile does not trace. Outside of torch.compile, avoid its slow import."""
     return outside_of_graphs(function) if torch.compiler.is_compiling() else function
 
 
 def _bytes(rows: torch.Tensor) -> Rows:
-    """Return the bytes of rows, which are contiguous."""
+    """Return the bytes of contiguous rows."""
     return rows.view(torch.uint8).numpy()

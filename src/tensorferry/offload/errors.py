@@ -1,10 +1,10 @@
-"""What can go wrong with offloaded optimizers, by name."""
+"""Exceptions of offloaded optimizers and streamed weights."""
 
 from __future__ import annotations
 
 
 class NotSeparableError(ValueError):
-    """The optimizer cannot be stepped piece by piece with the result it has as a whole; the message says why."""
+    """The optimizer cannot be stepped piece by piece with the same result; the message gives the reason."""
 
 
 class MemoryBudgetError(MemoryError):
@@ -13,7 +13,7 @@ class MemoryBudgetError(MemoryError):
     Attributes
     ----------
     needed_nbytes : int
-        The smallest budget that will do.
+        The smallest budget that works.
     """
 
     def __init__(self, message: str, needed_nbytes: int) -> None:
@@ -22,17 +22,17 @@ class MemoryBudgetError(MemoryError):
 
 
 class OffloadError(RuntimeError):
-    """A step or another call met a failing drive; the cause (``__cause__``) says where.
+    """A step or another call failed because a drive failed; the cause (``__cause__``) is the original error.
 
-    Nothing is lost: what could not be written is still in memory, and ``retry()`` goes on where it stopped.
+    No data is lost: data that could not be written is still in memory, and ``retry()`` continues the interrupted work.
 
     Attributes
     ----------
     step : int
-        The number of steps that are whole.
+        The number of complete steps.
     finished : bool
-        Whether parameters and state are those after ``step`` steps. If not, a step is half done: some parameters have
-        had it and others have not. Gradients must stay as they are until ``retry()`` has succeeded.
+        Whether parameters and state are those after ``step`` steps. If False, a step is half done: it has updated some
+        parameters and not others. Leave the gradients unchanged until ``retry()`` has succeeded.
     """
 
     def __init__(self, message: str, *, step: int, finished: bool) -> None:

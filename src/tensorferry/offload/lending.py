@@ -1,13 +1,17 @@
-"""What the optimizer has during a step: the user's own parameters, with the values, gradients and state of one bucket.
+"""Steps of the optimizer on one bucket at a time, with the user's own parameters.
 
-A call of the optimizer finds in its groups what it finds there in memory: the same parameters, in the same order,
-with the same attributes. Those of other buckets have no gradient while it is called, so that it leaves them alone. A
-piece of a parameter is lent as the parameter itself, whose data and gradient are exchanged for those of the piece. An
-optimizer that does something with parameters that have no gradient gets groups of the bucket's parameters alone.
+A *unit* is a parameter, or a piece of a large one, with its state. A *bucket* is the state of some units, which are
+stepped together. A *master* is a copy of a parameter in another dtype, which the optimizer steps instead (``plan.py``).
 
-A stand-in is lent where the user's own cannot be: as a master, whose dtype is another one (assigning data of another
-dtype drops the hooks that DistributedDataParallel has put on the parameter's gradient); as a copy in host memory; and
-as this rank's part of a DTensor.
+Each call of the optimizer must find the groups as they are in memory: the same parameters in the same order, with the
+same attributes. So the :class:`Lender` lends it the user's parameters for one bucket. Parameters of other buckets have
+no gradient during the call, and the optimizer skips them. For a piece of a parameter, data and gradient of the
+parameter are replaced by those of the piece. An optimizer that also handles parameters without gradients gets groups
+that contain only the bucket's parameters.
+
+A stand-in is lent where the user's parameter cannot be: for a master, which has another dtype (assigning data of
+another dtype drops the hooks that DistributedDataParallel has put on the parameter's gradient); for a copy in host
+memory; and for this rank's part of a DTensor.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
-from tensorferry.offload.counted import Draws, Snapshot, differing, frozen, same
-from tensorferry.offload.dryrun import NotPointwiseError, Pieces
+from tensorferry.offload.dryrun import NotPointwiseError, PieceGuard
 from tensorferry.offload.errors import NotSeparableError
+from tensorferry.offload.optimizer_snapshot import RngSnapshot, Snapshot, differing, frozen, same
 from tensorferry.offload.plan import GRANULE, local_of
 from tensorferry.offload.states import UnplannedError, elements_of, keep_state, state_in
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def class_method(optimizer: torch.optim.Optimizer, name: str = "step") -> Callable[[], Any]:
-    """Return a method of an optimizer's class, without the profiler's entry and the hooks around step()."""
+    """Return a method of an optimizer's class, without torch's profiler wrapper and the hooks around step()."""
     method: Any = getattr(type(optimizer), name)
     if getattr(method, "hooked", False):
         method = method.__wrapped__
@@ -42,18 +46,18 @@ def class_method(optimizer: torch.optim.Optimizer, name: str = "step") -> Callab
 
 
 class Lender:
-    """Lends units to an optimizer.
+    """Lends the optimizer the parameters of one bucket at a time.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        What steps. Its groups are those of the offloaded optimizer.
+        The optimizer that steps. Its groups are those of the offloaded optimizer.
     step_dtype : callable
         Returns the dtype in which a parameter is stepped.
     on_host : bool
-        Parameters that are elsewhere are stepped as copies in host memory.
+        Step parameters of other devices as copies in host memory.
     alone : bool
-        Groups have the lent parameters alone, with or without gradients.
+        Groups contain only the lent parameters during a call, with or without gradients.
     """
 
     def __init__(
@@ -68,20 +72,21 @@ class Lender:
         self._step_dtype = step_dtype
         self._on_host = on_host
         self.alone = alone
-        #: Returns a parameter's gradient; one that is not in memory is a :class:`GradientElsewhere`.
+        #: Returns a parameter's gradient, or a :class:`GradientElsewhere` if the gradient is not in memory.
         self.gradient_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
         self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._grads: dict[torch.Tensor, Any] = {}
-        self._kept: tuple[Any, list[list[torch.Tensor]]] | None = None
+        self._originals: tuple[Any, list[list[torch.Tensor]]] | None = None
+        # The values of groups and attributes at the beginning of the current step, and after its first call.
         self._snapshot: Snapshot | None = None
-        self._after: Any = None
-        #: What the last call of the optimizer has returned.
+        self._values_after: Any = None
+        #: The return value of the optimizer's last call.
         self.returned: Any = None
-        #: Parameters that have a master in memory.
+        #: Parameters with a master in memory.
         self.masters: set[torch.Tensor] = set()
 
     def is_direct(self, param: torch.Tensor) -> bool:
-        """Return whether the optimizer is lent the parameter itself."""
+        """Return whether the optimizer gets the parameter itself, and not a stand-in."""
         return (
             local_of(param) is param
             and self._step_dtype(param) == param.dtype
@@ -89,7 +94,7 @@ class Lender:
         )
 
     def target_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what the optimizer has for a parameter."""
+        """Return the tensor that the optimizer gets for a parameter: the parameter itself or its stand-in."""
         if self.is_direct(param):
             return param
         target = self._stand_ins.get(param)
@@ -104,15 +109,18 @@ class Lender:
         target.__dict__.update(param.__dict__)
         return target
 
-    def begin(self, again: Snapshot | None = None) -> Snapshot:
-        """Take all parameters' gradients, and let groups have what can be lent; return what the step begins with."""
+    def begin(self, snapshot: Snapshot | None = None) -> Snapshot:
+        """Take all gradients from the parameters, put stand-ins into the groups, and return the step's snapshot.
+
+        The snapshot has the values that the step begins with. To continue a step, pass the snapshot of its first part.
+        """
         optimizer = self._optimizer
-        self._snapshot = again or Snapshot(optimizer)
-        self._after = None
-        self._kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        self._snapshot = snapshot or Snapshot(optimizer)
+        self._values_after = None
+        self._originals = optimizer.state, [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             for param in group["params"]:
-                self._grads[param] = _placed(param, self.gradient_of(param))
+                self._grads[param] = _redistribute(param, self.gradient_of(param))
         for group in optimizer.param_groups:
             targets = [self.target_of(param) for param in group["params"]]
             for param in group["params"]:
@@ -122,10 +130,10 @@ class Lender:
         return self._snapshot
 
     def end(self, *, undone: bool) -> None:
-        """Give all gradients back; with ``undone`` groups and attributes have the values that the step began with."""
-        if self._kept is None:
+        """Return all gradients to the parameters; with ``undone`` also restore the values that the step began with."""
+        if self._originals is None:
             return
-        state, params = self._kept
+        state, params = self._originals
         optimizer = self._optimizer
         optimizer.state = state
         for group, own in zip(optimizer.param_groups, params, strict=True):
@@ -134,16 +142,16 @@ class Lender:
             param.grad = grad.kept if isinstance(grad, GradientElsewhere) else grad
         if undone and self._snapshot is not None:
             self._snapshot.restore()
-        self._grads, self._kept, self._snapshot, self._after = {}, None, None, None
+        self._grads, self._originals, self._snapshot, self._values_after = {}, None, None, None
 
     def has_work(self, unit: Unit) -> bool:
-        """Return whether a step has to do with a unit."""
+        """Return whether the step involves a unit."""
         return self.alone or self._grads.get(unit.param) is not None
 
     def gradients(
         self, units: Sequence[Unit] | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield parameters with their gradients: those of units, or all."""
+        """Yield parameters with their gradients: those of ``units``, or all."""
         for param in self._grads if units is None else dict.fromkeys(unit.param for unit in units):
             grad = self._grads.get(param)
             yield param, grad.given if isinstance(grad, GradientElsewhere) else grad
@@ -156,57 +164,59 @@ class Lender:
         *,
         check: bool = False,
     ) -> None:
-        """Call a method of the optimizer's for some units, whose bucket is in ``memory``.
+        """Call a method of the optimizer for some units, with their bucket in ``memory``.
 
         Parameters
         ----------
         units : sequence of Unit
-            Those without a gradient are left alone, unless the optimizer steps these, too.
+            Units without a gradient are skipped, unless the optimizer handles parameters without one (``alone``).
         memory : torch.Tensor
             The bucket's bytes.
         function : callable
             The method.
         check : bool
-            Step copies of one unit in another way beside, and compare.
+            Also step copies of one unit in a different way, and compare the results.
 
         Raises
         ------
         NotSeparableError
-            It left other values in groups or attributes than it did for other buckets, or state that was not planned;
-            or the two ways differ.
+            The call left other values in groups or attributes than calls for other buckets did, or created state that
+            was not planned; or the two ways of stepping gave different results.
         """
         assert self._snapshot is not None
         optimizer = self._optimizer
         units = [unit for unit in units if self.has_work(unit)]
         checked = _unit_to_check(units) if check else None
-        expected = self._rehearsed(checked, memory, function) if checked is not None else None
-        if self._after is not None or expected is not None:
+        expected = self._step_copy(checked, memory, function) if checked is not None else None
+        # Counters advance once per step: each call but the first starts from the values that the step began with.
+        if self._values_after is not None or expected is not None:
             self._snapshot.restore()
-        born = any(unit.leaves is None for unit in units)
+        makes_state = any(unit.leaves is None for unit in units)
         lent: list[tuple[Unit, torch.Tensor, torch.Tensor]] = []
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         optimizer.state = state
         try:
             for unit in units:
-                lent.append(self._lend(unit, memory))
+                lent.append(self._lend_unit(unit, memory))
                 if unit.leaves is not None:
                     state[lent[-1][1]] = state_in(unit, memory)
-            with _Alone(optimizer, [each[1] for each in lent] if self.alone else None):
-                self._called(function, units)
-            self._compare()
+            with _OnlyParams(optimizer, [each[1] for each in lent] if self.alone else None):
+                self._run(function, units)
+            self._check_values()
             for unit, target, *_ in lent:
                 try:
                     keep_state(unit, optimizer.state.get(target, {}), memory)
                 except UnplannedError as error:
                     raise self._error(
                         f"its state of a parameter of shape {tuple(unit.param.shape)} has {error}, which it did not "
-                        "have when it was tried"
+                        "have in the test steps when it was offloaded"
                     ) from None
         finally:
             optimizer.state = defaultdict(dict)
             for unit, target, own in lent:
                 self._take_back(unit, target, own, memory)
-        if born:
+        # The optimizer allocated this state itself, on the heap. Free it now, before the next bucket does the same.
+        if makes_state:
             del state
             trim_heap()
 
@@ -214,14 +224,15 @@ class Lender:
             found = _values_of(checked, memory)
             if not same(found, expected):
                 raise self._error(
-                    f"a parameter of shape {tuple(checked.param.shape)}, stepped in another way beside "
-                    f"({'by itself' if checked.stop is None else 'in smaller pieces'}), becomes another one"
+                    "a check of this step failed: a copy of a parameter of shape "
+                    f"{tuple(checked.param.shape)} that was stepped "
+                    f"{'alone' if checked.stop is None else 'in smaller pieces'} has other values than the parameter"
                 )
 
-    def _rehearsed(
+    def _step_copy(
         self, unit: Unit, memory: torch.Tensor, function: Callable[[], Any]
     ) -> list[Any]:
-        """Return what a unit would become if it were stepped by itself, a piece in two halves; nothing has changed."""
+        """Return a unit's values after a step of copies: of the unit alone, or of a piece in two halves."""
         assert self._snapshot is not None
         piece = _piece(unit, local_of(unit.param).detach())
         numel = piece.numel()
@@ -230,7 +241,7 @@ class Lender:
         before = state_in(unit, memory) if unit.leaves is not None else {}
         made = []
         for part in parts:
-            target, own, lent, grad = self._prepared(unit, memory)
+            target, own, lent, grad = self._prepare(unit, memory)
             if unit.stop is not None:
                 lent, grad = lent[part], None if grad is None else grad[part]
             lent, grad = _copy(lent), None if grad is None else _copy(grad)
@@ -250,60 +261,65 @@ class Lender:
             self._snapshot.restore()
             try:
                 target.data, target.grad = lent, grad
-                with _Alone(self._optimizer, [target] if self.alone else None):
+                with _OnlyParams(self._optimizer, [target] if self.alone else None):
                     function()
                 made.append((target.data, dict(state.get(target, {}))))
             finally:
                 target.grad = None
                 target.data = own
                 self._optimizer.state = defaultdict(dict)
-        return _joined(unit, made)
+        return _join_parts(unit, made)
 
-    def _called(self, function: Callable[[], Any], units: Sequence[Unit]) -> None:
-        # One piece of each parameter: the others are stepped as it is.
+    def _run(self, function: Callable[[], Any], units: Sequence[Unit]) -> None:
+        # Guard the first piece of each parameter only: the other pieces go through the same operations.
         lengths = {unit.stop for unit in units if unit.stop is not None and not unit.start}
-        draws = Draws() if self._after is None else None
+        rng = RngSnapshot() if self._values_after is None else None
         try:
-            with Pieces(lengths) if lengths else contextlib.nullcontext():
+            with PieceGuard(lengths) if lengths else contextlib.nullcontext():
                 self.returned = function()
-            if draws is not None and draws.were_made():
-                draws.undo()
-                raise self._error("its step draws random numbers now, which it did not when tried")
+            if rng is not None and rng.has_changed():
+                rng.restore()
+                raise self._error(
+                    "its step now draws random numbers, which it did not in the test steps when it was offloaded"
+                )
         except NotPointwiseError as error:
             raise self._error(
-                f"its step does {error} now, which does not treat each element by itself, and some parameters are "
-                "stepped in pieces, since it did not when it was tried"
+                f"its step now calls {error}, which does not treat each element independently and was not called in "
+                "the test steps when it was offloaded, and some parameters are stepped in pieces"
             ) from None
 
     def _error(self, what: str) -> NotSeparableError:
         return NotSeparableError(
-            f"{type(self._optimizer).__name__} cannot be offloaded exactly: {what}. Parameters are partly stepped now"
+            f"{type(self._optimizer).__name__} cannot be offloaded exactly: {what}. The step is partly done"
         )
 
-    def _compare(self) -> None:
+    def _check_values(self) -> None:
         assert self._snapshot is not None
-        after = {**self._snapshot.frozen(), "what step() returns": frozen(self.returned)}
-        if self._after is None:
-            self._after = after
+        after = {**self._snapshot.frozen(), "the return value of step()": frozen(self.returned)}
+        if self._values_after is None:
+            self._values_after = after
             return
-        name = differing(self._after, after)
+        name = differing(self._values_after, after)
         if name is not None:
             raise self._error(
-                f"{name} depends on the gradients of several parameters at once, which its trial did not show"
+                f"{name} depends on the gradients of several parameters at once, which it did not in the test steps "
+                "when it was offloaded"
             )
 
-    def _lend(self, unit: Unit, memory: torch.Tensor) -> tuple[Unit, torch.Tensor, torch.Tensor]:
-        """Let the optimizer have a unit; return it with its target and the target's own data."""
-        target, own, lent, grad = self._prepared(unit, memory)
+    def _lend_unit(
+        self, unit: Unit, memory: torch.Tensor
+    ) -> tuple[Unit, torch.Tensor, torch.Tensor]:
+        """Give the optimizer a unit; return the unit, its target (parameter or stand-in), and the target's own data."""
+        target, own, lent, grad = self._prepare(unit, memory)
         if target is not unit.param or unit.stop is not None:
             target.data = lent
         target.grad = grad
         return unit, target, own
 
-    def _prepared(
+    def _prepare(
         self, unit: Unit, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a unit's target, that one's own data, and the data and the gradient that it is to have."""
+        """Return a unit's target, the target's own data, and the data and gradient that are lent for the step."""
         param, grad = unit.param, self._grads.get(unit.param)
         if isinstance(grad, GradientElsewhere):
             grad = grad.lent()
@@ -333,7 +349,7 @@ class Lender:
         own: torch.Tensor,
         memory: torch.Tensor,
     ) -> None:
-        """Take a unit back: its parameter has its own data again, with what has become of those that were lent."""
+        """End a unit's loan: restore its target's own data, and copy the stepped values into parameter and master."""
         param = unit.param
         if target is param and unit.stop is None:
             if not isinstance(self._grads[param], GradientElsewhere):
@@ -352,10 +368,10 @@ class Lender:
         if stepped.data_ptr() != piece.data_ptr() or unit.master is not None:
             piece.copy_(stepped)
 
-    # Where all state fits in memory it stays with the optimizer, and all parameters are stepped at once.
+    # If the whole state fits in memory, the optimizer keeps it, and one call steps all parameters.
 
-    def call_at_home(self, function: Callable[[], Any]) -> None:
-        """Call a method of the optimizer's for all parameters, with the state that it has itself."""
+    def call_in_memory(self, function: Callable[[], Any]) -> None:
+        """Call a method of the optimizer for all parameters, with the state that the optimizer holds itself."""
         groups = self._optimizer.param_groups
         own = [group["params"] for group in groups]
         lent = [
@@ -371,7 +387,7 @@ class Lender:
             for group, params in zip(groups, own, strict=True):
                 group["params"] = [self.target_of(param) for param in params]
             for param, target in lent:
-                local, grad = local_of(param).detach(), _placed(param, param.grad)
+                local, grad = local_of(param).detach(), _redistribute(param, param.grad)
                 grad = grad.lent() if isinstance(grad, GradientElsewhere) else grad
                 if target.dtype != local.dtype:
                     self.set_master(param, None)
@@ -390,7 +406,7 @@ class Lender:
                     local.copy_(target.data)
 
     def set_master(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Have a master of a parameter's in memory, with a value or that of the parameter."""
+        """Create or update the master of a parameter in memory, from ``value`` or from the parameter."""
         target, local = self.target_of(param), local_of(param).detach()
         known = param in self.masters
         if not known:
@@ -402,8 +418,8 @@ class Lender:
             renew_master(target.data, local, known=known)
 
 
-class _Alone:
-    """Has groups of some parameters alone for a while."""
+class _OnlyParams:
+    """Reduces the groups to ``targets`` for the duration of a ``with`` block; None leaves the groups unchanged."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, targets: Sequence[torch.Tensor] | None
@@ -423,39 +439,39 @@ class _Alone:
 
 
 class GradientElsewhere:
-    """A gradient that is not lent as the parameter has it.
+    """A gradient for which the optimizer gets another tensor than the parameter's ``grad``.
 
     Attributes
     ----------
     given : torch.Tensor
-        What tells the gradient from another one.
+        Identifies the gradient, to recognize a changed one.
     kept : torch.Tensor or None
-        What the parameter has as its gradient when the step is over.
+        The parameter's ``grad`` after the step.
     """
 
     def __init__(self, given: torch.Tensor, kept: torch.Tensor | None) -> None:
         self.given, self.kept = given, kept
 
     def lent(self) -> torch.Tensor:
-        """Return the gradient that the optimizer is given."""
+        """Return the gradient for the optimizer."""
         raise NotImplementedError
 
 
-class _Redistributed(GradientElsewhere):
-    """A gradient whose placements were not its parameter's."""
+class _RedistributedGradient(GradientElsewhere):
+    """A DTensor gradient with other placements than its parameter, and the redistributed gradient."""
 
     def __init__(self, given: torch.Tensor, placed: torch.Tensor) -> None:
         super().__init__(given, given)
-        self._placed = placed
+        self._redistributed = placed
 
     def lent(self) -> torch.Tensor:
-        return self._placed
+        return self._redistributed
 
 
-def _placed(param: torch.Tensor, grad: Any) -> Any:
-    """Return a gradient as its parameter is placed: a sum over ranks that is still to be made is made here.
+def _redistribute(param: torch.Tensor, grad: Any) -> Any:
+    """Return a DTensor gradient redistributed to its parameter's placements, which sums partial gradients over ranks.
 
-    It is done for all parameters before the first is stepped, in the same order on all ranks.
+    This is a collective operation. It runs for all parameters before the first step, in the same order on all ranks.
     """
     placements = getattr(param, "placements", None)
     if (
@@ -464,11 +480,11 @@ def _placed(param: torch.Tensor, grad: Any) -> Any:
         or getattr(grad, "placements", None) in (None, placements)
     ):
         return grad
-    return _Redistributed(grad, grad.redistribute(placements=placements))
+    return _RedistributedGradient(grad, grad.redistribute(placements=placements))
 
 
 def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> None:
-    """Give a master what has been written into its parameter since its last step: where the two differ."""
+    """Copy those elements of a parameter into its master that have been written since the master's last step."""
     value = value.to(master.device)
     if not known:
         master.copy_(value)
@@ -479,7 +495,7 @@ def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> N
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies in memory as the tensor does: what is added up in another order rounds otherwise."""
+    """Return a copy with the same strides: a kernel may sum elements in memory order, which determines rounding."""
     if 0 in tensor.stride():
         return tensor.clone()
     made = torch.empty_strided(
@@ -489,14 +505,14 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trim_heap() -> None:
-    """Give the system back what glibc keeps for later, where what is made and freed would add up."""
+    """Return freed heap memory to the system: glibc keeps it, and the process would exceed its memory budget."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # malloc_trim(3)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def _unit_to_check(units: Sequence[Unit]) -> Unit | None:
-    """Return a unit that can be stepped in another way: a piece in halves, one of several alone."""
+    """Return a unit that can be stepped in a second way: a piece in halves, or one of several units alone."""
     if not units:
         return None
     last = units[-1]
@@ -506,7 +522,7 @@ def _unit_to_check(units: Sequence[Unit]) -> Unit | None:
 
 
 def _values_of(unit: Unit, memory: torch.Tensor) -> list[Any]:
-    """Return what a unit has now: its parameter's elements, or those of its master, and its state."""
+    """Return a unit's current values: the elements of its parameter or master, and its state."""
     piece = _piece(unit, local_of(unit.param).detach())
     if unit.master is not None and unit.has_master:
         piece = unit.master.view(memory)
@@ -514,8 +530,8 @@ def _values_of(unit: Unit, memory: torch.Tensor) -> list[Any]:
     return [piece.to(memory.device), *_pytree.tree_leaves(state)]
 
 
-def _joined(unit: Unit, parts: Sequence[tuple[torch.Tensor, Any]]) -> list[Any]:
-    """Return what the parts of a unit have become as the unit itself has it."""
+def _join_parts(unit: Unit, parts: Sequence[tuple[torch.Tensor, Any]]) -> list[Any]:
+    """Combine the results of a unit's parts into the values that the unit itself would have."""
     if unit.stop is None:
         [(data, state)] = parts
         return [data, *_pytree.tree_leaves(state)]
@@ -528,7 +544,7 @@ def _joined(unit: Unit, parts: Sequence[tuple[torch.Tensor, Any]]) -> list[Any]:
 
 
 def _piece(unit: Unit, local: torch.Tensor) -> torch.Tensor:
-    """Return a unit's elements of its parameter."""
+    """Return a unit's elements of its parameter's local tensor."""
     if unit.stop is None:
         return local
     return elements_of(local, like=local, start=unit.start, stop=unit.stop)

@@ -1,4 +1,7 @@
-"""Which tensors of files a model's parameters and buffers are, and which module wants which; no tensor is read here."""
+"""Matching of a model's parameters and buffers to the tensors of files, and to the modules that use them.
+
+This module reads headers only, and no tensor data.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from tensorferry.offload.absent import Absent
+from tensorferry.offload.absent import AbsentParameter
 from tensorferry.offload.conversions import Elements, Layout, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
 
@@ -19,18 +22,18 @@ if TYPE_CHECKING:
 
     from tensorferry.safetensors.sources import Stored
 
-# Their forward() takes parameters of modules below them without calling these.
+# The forward() of these classes uses parameters of modules below them without calling those modules.
 WHOLE: tuple[type[nn.Module], ...] = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
 
-_NAMES_TOLD = 8
+_MAX_NAMES = 8
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file: [begin, end) of it are those of a tensor from ``at`` on."""
+    """Bytes [begin, end) of a file, which are the bytes of a tensor from offset ``at`` on."""
 
     stored: Stored
     begin: int
@@ -40,46 +43,46 @@ class ByteRange(NamedTuple):
 
 @dataclass(eq=False)
 class Matched:
-    """A tensor of files, and where in the model it belongs: in several places where parameters are tied."""
+    """A tensor of the files, and its places in the model (modules with attribute names): several if it is tied."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[ByteRange]  # in the order of its bytes, without gaps
+    parts: list[ByteRange]  # in the order of the tensor's bytes, without gaps
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    original: torch.Tensor | None = None
-    buffer: bool = False
+    original: torch.Tensor | None = None  # the model's parameter or buffer
+    buffer: bool = False  # whether it is a buffer
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, without padding."""
+        """The tensor's size in bytes, without padding."""
         return sum(part.end - part.begin for part in self.parts)
 
 
 @dataclass
 class Matches:
-    """What a model has in its files."""
+    """The tensors of a model in its files."""
 
     found: list[Matched]
-    rivals: list[
-        tuple[Matched, Matched]
-    ]  # one of `found`, and what the files have under another name of it
-    unexpected: list[str]  # names in the files that the model has no place for
+    # Two tensors of the files for the same tied parameter, the one that counts first. With three names there are two
+    # pairs, of the second name with the first and of the third with the second; `found` has the third.
+    duplicates: list[tuple[Matched, Matched]]
+    unexpected: list[str]  # names in the files that the model does not have
 
 
 def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool = False) -> Matches:
-    """Find out what the model has in the files.
+    """Match the model's parameters and persistent buffers to tensors of the files.
 
-    Of several names of a tied parameter the last one in the files counts, as for ``load_state_dict``.
+    If the files have several names of a tied parameter, the last one counts, as in ``load_state_dict``.
 
     Raises
     ------
     ValueError
-        Parameters or persistent buffers are missing in the files, have other shapes there, require gradients, or are
-        streamed already. ``in_training`` they may require gradients, and those that have values may be missing.
+        The files lack parameters or persistent buffers or have other shapes; or parameters require gradients or are
+        streamed already. With ``in_training`` parameters may require gradients, and those with values may be missing.
     """
     tensors = {name: tensor for name, _, _, tensor, _ in _tensors(model)}
-    if away := [name for name, tensor in tensors.items() if isinstance(tensor, Absent)]:
+    if away := [name for name, tensor in tensors.items() if isinstance(tensor, AbsentParameter)]:
         raise ValueError(f"model: {told(away)}: streamed already")
     learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
     if learning and not in_training:
@@ -88,10 +91,10 @@ def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool =
             "model.requires_grad_(False)"
         )
     if in_training:
-        stored = {**stored, **_adapted(stored, tensors)}
-    here, unexpected = _named(model, stored, tensors)
+        stored = {**stored, **_names_with_adapters(stored, tensors)}
+    here, unexpected = _match_names(model, stored, tensors)
     found: dict[int, Matched] = {}
-    rivals: list[tuple[Matched, Matched]] = []
+    duplicates: list[tuple[Matched, Matched]] = []
     names: dict[int, list[str]] = {}
     known: set[tuple[int, str]] = set()
     odd: list[str] = []
@@ -101,31 +104,34 @@ def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool =
         if one is None:
             continue
         if one.shape != tuple(tensor.shape):
-            odd.append(f"{name} is {list(one.shape)}, not {list(tensor.shape)}")
+            odd.append(
+                f"{name} has shape {list(one.shape)} in the files and {list(tensor.shape)} in the model"
+            )
         one.original, one.buffer = tensor, is_buffer
         if id(tensor) in found:
-            rivals.append((one, found[id(tensor)]))
+            duplicates.append((one, found[id(tensor)]))
         found[id(tensor)] = one
     missing: dict[int, str] = {}
     for _, module, attribute, tensor, _ in _tensors(model):
         if id(tensor) not in found:
-            if tensor.is_meta or not in_training:  # else it has values
+            # In training, a parameter that is not in the files keeps the values that it has.
+            if tensor.is_meta or not in_training:
                 missing[id(tensor)] = " or ".join(names[id(tensor)])
         elif (id(module), attribute) not in known:
             known.add((id(module), attribute))
             found[id(tensor)].places.append((module, attribute))
     if missing:
-        raise ValueError(f"files: they lack {told(list(missing.values()))}")
+        raise ValueError(f"files: missing tensors: {told(list(missing.values()))}")
     if odd:
-        raise ValueError(f"files: other shapes than the model's: {told(odd, '; ')}")
+        raise ValueError(f"files: shapes differ from the model's: {told(odd, '; ')}")
     _check_attributes(model)
-    return Matches(list(found.values()), rivals, unexpected)
+    return Matches(list(found.values()), duplicates, unexpected)
 
 
-def _adapted(
+def _names_with_adapters(
     stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Stored]:
-    """Return what files have of a model to which peft has added adapters, by its names then."""
+    """Return tensors of the files under the names that they have in a model with peft's adapters."""
     before = {
         name: name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         for name in tensors
@@ -134,10 +140,10 @@ def _adapted(
     return {name: stored[plain] for name, plain in before.items() if plain in stored}
 
 
-def _named(
+def _match_names(
     model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Matched], list[str]]:
-    """Return what the files have by the model's names, and the files' names that are none of these."""
+    """Return the tensors of the files by the model's names, and the names that the model does not have."""
     here = {name: matched(name, stored[name]) for name in tensors if name in stored}
     complete = all(
         name in here and here[name].shape == tuple(tensor.shape) for name, tensor in tensors.items()
@@ -147,13 +153,13 @@ def _named(
         converted = by_transformers(model, shapes, tensors)
         if converted is not None:
             layouts = converted.layouts
-            here = {name: _made(name, layout, stored) for name, layout in layouts.items()}
+            here = {name: _assemble(name, layout, stored) for name, layout in layouts.items()}
             return here, [*converted.unexpected, *(name for name in here if name not in tensors)]
     return here, [name for name in stored if name not in tensors]
 
 
-def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
-    """Return a tensor that is made of pieces of several in the files."""
+def _assemble(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
+    """Return a tensor that consists of pieces of tensors in the files."""
     parts: list[ByteRange] = []
     at = 0
     first, *others = dict.fromkeys(piece.name for piece in layout.pieces)
@@ -163,7 +169,7 @@ def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
     for other in others:
         if stored[other].tensor.dtype != stored[first].tensor.dtype:
             raise ValueError(
-                f"files: transformers makes {name} of {first} and {other}, which have other dtypes: "
+                f"files: transformers makes {name} from {first} and {other}, which have different dtypes: "
                 f"{stored[first].tensor.dtype} and {stored[other].tensor.dtype}"
             )
     itemsize = whole.dtype.itemsize
@@ -172,7 +178,8 @@ def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
         nbytes = (piece.end - piece.begin) * itemsize
         last = parts[-1] if parts else None
         if last and last.stored.path == each.path and last.end == begin:
-            parts[-1] = last._replace(end=begin + nbytes)  # neighbours in the file, too
+            # Adjacent in the file, so one read is enough.
+            parts[-1] = last._replace(end=begin + nbytes)
         else:
             parts.append(ByteRange(each, begin, begin + nbytes, at))
         at += nbytes
@@ -180,19 +187,19 @@ def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
 
 
 def told(names: list[str], between: str = ", ") -> str:
-    """Return names for a message; of many the first ones, and how many more."""
-    more = len(names) - _NAMES_TOLD
-    text = between.join(names[:_NAMES_TOLD])
+    """Return names for a message: the first ones, and how many more there are."""
+    more = len(names) - _MAX_NAMES
+    text = between.join(names[:_MAX_NAMES])
     return f"{text} and {more} more" if more > 0 else text
 
 
 def users(
     model: nn.Module, is_whole: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[nn.Module, list[nn.Module], list[nn.Module]]]:
-    """Yield each module that runs, the modules whose parameters it uses, and those whose are in use meanwhile.
+    """Yield each module that runs, the modules with the parameters that it uses, and the enclosing modules in use.
 
-    A module that has no forward() of its own, such as a ParameterList, belongs to the one that has it. To a ``whole``
-    one belong all modules below it.
+    A module without its own forward(), such as a ParameterList, belongs to the nearest module above that has
+    one. A module for which ``is_whole`` is true also uses the parameters of all modules below it.
     """
     seen: set[int] = set()
 
@@ -207,8 +214,8 @@ def users(
             seen.update(map(id, below))
             yield module, below, above
             return
-        if _runs(module) or module is model:
-            own = [module, *_idle_below(module)]
+        if _has_forward(module) or module is model:
+            own = [module, *_modules_without_forward(module)]
             yield module, own, above
             above = above + own
         for child in module.children():
@@ -217,14 +224,14 @@ def users(
     yield from visit(model, [])
 
 
-def _idle_below(module: nn.Module) -> Iterator[nn.Module]:
+def _modules_without_forward(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if not _runs(child):
+        if not _has_forward(child):
             yield child
-            yield from _idle_below(child)
+            yield from _modules_without_forward(child)
 
 
-def _runs(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
@@ -246,59 +253,60 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
 
 
 def matched(name: str, stored: Stored) -> Matched:
-    """Return what a stored tensor is in torch's words.
+    """Return a stored tensor with its shape and dtype in torch's terms.
 
     Raises
     ------
     SafetensorError
-        torch has no such dtype.
+        Torch does not have the dtype.
     """
     tensor = stored.tensor
     dtype = torch_dtype(tensor.dtype)
     shape = tuple(tensor.shape)
     bits = DTYPES[tensor.dtype].bits
-    if bits < 8 and shape:  # torch's elements are bytes, of two
+    if bits < 8 and shape:  # torch stores two 4-bit elements as one element
         shape = (*shape[:-1], shape[-1] * bits // 8)
     return Matched(name, shape, dtype, [ByteRange(stored, tensor.begin, tensor.end, 0)])
 
 
 def _check_attributes(model: nn.Module) -> None:
-    """Refuse tensors that streaming would leave as they are and that are used all the same.
+    """Raise if the model holds tensors that streaming would not replace and that would give wrong results.
 
-    Torch computes with tensors on the meta device, and the results are wrong; a parameter that a module has in a list
-    besides keeps the values of before.
+    These are tensors on the meta device, with which torch computes without an error, and parameters that a module also
+    holds in another attribute, which would keep their present values.
     """
     ours = {id(one) for one in model.parameters()}
     lost: list[str] = []
-    beside: list[str] = []
+    duplicated: list[str] = []
     for prefix, module in model.named_modules():
-        for name, held in itertools.chain(module._buffers.items(), _plain(module)):
+        for name, held in itertools.chain(module._buffers.items(), _unmanaged_attributes(module)):
             if name in module._buffers and name not in module._non_persistent_buffers_set:
                 continue
-            told_name = f"{prefix}.{name}" if prefix else name
+            full_name = f"{prefix}.{name}" if prefix else name
             for tensor in held if isinstance(held, (list, tuple)) else (held,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 if id(tensor) in ours:
-                    beside.append(told_name)
+                    duplicated.append(full_name)
                 elif tensor.is_meta:
-                    lost.append(told_name)
+                    lost.append(full_name)
     if lost:
         raise ValueError(
-            f"model: {told(list(dict.fromkeys(lost)))}: these tensors are on the meta device and not meant to be in "
-            "files; make their modules again outside of it, or the model with accelerate's init_empty_weights(), which "
-            "leaves all but parameters alone"
+            f"model: {told(list(dict.fromkeys(lost)))}: these tensors are on the meta device, and files do not contain "
+            "them; make their modules outside of it, or make the model with accelerate's init_empty_weights(), which "
+            "moves only parameters to it"
         )
-    if beside:
+    if duplicated:
         raise ValueError(
-            f"model: {told(list(dict.fromkeys(beside)))}: these attributes hold parameters beside the places that the "
-            "model has for them, and would keep the present values; remove them"
+            f"model: {told(list(dict.fromkeys(duplicated)))}: these attributes refer to parameters that the "
+            "model has under another name; streaming cannot replace them there, and they would keep the present "
+            "values; remove the attributes"
         )
 
 
-def _plain(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield attributes of a module that torch knows nothing of: objects, and lists or tuples of objects."""
-    # Made anew before each pass: old-style weight_norm() and spectral_norm().
+def _unmanaged_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield a module's attributes that torch does not manage: objects, and lists or tuples of objects."""
+    # The old hooks of weight_norm() and spectral_norm() set these attributes again before each forward pass.
     made = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules") or name in made:

@@ -1,4 +1,11 @@
-"""An optimizer whose state is on drives: any of torch's, stepped bucket by bucket, with the result it has in memory."""
+"""An optimizer with its state on drives, which steps any torch optimizer bucket by bucket, bit for bit as in memory.
+
+A *unit* is a parameter, or a piece of a large one, with its state. A *bucket* is one tensor in the store, with the
+state of some units that are stepped together (``plan.py``). The original optimizer does the arithmetic: the
+:class:`~tensorferry.offload.lending.Lender` calls it for one bucket at a time. The
+:class:`~tensorferry.offload.probe.Probe` finds out, in trials with small data, whether this gives the same result as
+one call for all parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +28,16 @@ from torch.utils import _pytree
 from tensorferry.base.processes import Interrupts, Owned
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
-from tensorferry.offload.counted import HOOKS
 from tensorferry.offload.errors import NotSeparableError, OffloadError
 from tensorferry.offload.lending import Lender, class_method
+from tensorferry.offload.optimizer_snapshot import HOOKS
 from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
 from tensorferry.offload.probe import Probe, attributes_of, pattern
 from tensorferry.offload.residency import Residency
-from tensorferry.offload.saved import Saved, committed, pack, packed_params, to_record
+from tensorferry.offload.saved import Saved, open_commits, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
-    Copied,
+    CopiedFields,
     MappedFields,
     UnplannedError,
     cast_like_torch,
@@ -42,7 +49,7 @@ from tensorferry.offload.states import (
     twin_of,
 )
 from tensorferry.offload.threads import StepThreads
-from tensorferry.offload.view import Given, StateView
+from tensorferry.offload.view import HandedOutStates, StateView
 from tensorferry.store import TensorStore
 
 if TYPE_CHECKING:
@@ -50,27 +57,29 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Path
 
-# Below, steps are too short for a warning to matter.
-_WORTH_TELLING_NBYTES = 64 << 20
+# A state with fewer bytes causes no warning about the drive: its steps are so short that waiting does not matter.
+_WARNING_MIN_NBYTES = 64 << 20
 
-# What passes through memory while all state is there already: more than this beside the budget is too much.
-_MAX_BESIDE_NBYTES = 64 << 20
+# If the original optimizer keeps the whole state in memory, buckets are needed only to save the state. The memory for
+# them may then exceed the budget by at most this many bytes.
+_MAX_EXCESS_NBYTES = 64 << 20
 
 Commit: TypeAlias = Literal["none", "step", "fsync"]
 StepDevice: TypeAlias = Literal["param", "cpu"]
 
 
 class OffloadedOptimizer(Owned, torch.optim.Optimizer):
-    """An optimizer whose state is on drives; made by :func:`offload_optimizer`.
+    """An optimizer with its state on drives; made by :func:`offload_optimizer`.
 
-    It is a ``torch.optim.Optimizer``: schedulers, ``GradScaler``, clipping, hooks and closures take it as it is, and
-    ``param_groups`` are those of the optimizer it was made of. It has the same state, too, by :attr:`state` and
-    :meth:`state_dict`.
+    It is a ``torch.optim.Optimizer`` and works with schedulers, ``GradScaler``, gradient clipping, hooks and closures.
+    ``param_groups`` are those of the original optimizer. :attr:`state` and :meth:`state_dict` have the same contents
+    as in memory.
     """
 
-    _refusal = "this optimizer is the parent process's: its state cannot be used after fork()"
-    _params_nbytes = math.inf  # of the units of a bucket
-    _stores_params = False  # the store has parameters all the time, and not in commits alone
+    _refusal = "this optimizer was made before fork() and belongs to the parent process; make a new one in the child"
+    _params_nbytes = math.inf  # the largest number of bytes of parameters in a bucket
+    # Whether the store contains the parameters at all times, rather than only in commits.
+    _stores_params = False
 
     def __init__(
         self,
@@ -88,28 +97,33 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._store = store
         self._budget_nbytes = memory_budget_nbytes
         self._lock = threading.RLock()
-        self._belong_here()
+        self._set_owner()
         self._interrupts = Interrupts()
         self._commit = commit
         self._endurance_nbytes = endurance_nbytes
-        self._committed = True  # whether the last whole step is
-        self._earlier = list(earlier)  # what was committed here before, the last commit first
-        self._keeps_previous = False  # this rank and others can go back by one commit
+        self._committed = True  # whether the last complete step is committed
+        self._earlier_commits = list(earlier)  # commits of an earlier run, the newest first
+        # Whether the next commit keeps the last one, to which all ranks can then go back.
+        self._keeps_previous = False
         self._threads = StepThreads()
         self._warned = False
         self._buckets: list[Bucket] = []
         self._pieces: dict[torch.Tensor, list[tuple[Bucket, Unit]]] = {}
         self._residency: Residency | None = None
         self._staging: Staging | None = None
-        self._at_home = False  # all state is the optimizer's own, in memory
+        # Whether the whole state is in memory, in the original optimizer's own `state`.
+        self._in_memory = False
         self._sweep: Sweep | None = None
-        self._given = Given(self._put_back)
+        self._handed_out = HandedOutStates(self._put_back)
+        # The result of `_patterns_now()` when the layout was planned, or at the end of the last step.
         self._patterns: list[Any] = []
-        self._others: dict[Any, Any] = {}  # entries of a loaded state that are of no parameter
+        # Entries of a loaded state that belong to no parameter.
+        self._extra_entries: dict[Any, Any] = {}
+        # Whether `state` returns tensors mapped from the store, for state_dict().
         self._maps_state = False
         self._steps = 0
         self._seconds = self._waited_seconds = 0.0
-        self._incomplete = False  # a load has failed half way
+        self._incomplete = False  # whether a load has failed part-way
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._lender = Lender(
             optimizer,
@@ -119,7 +133,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._step_device = step_device
         self._probe = Probe(optimizer, self._lender)
         self._planner = Planner(self._probe, master_dtype, params_nbytes=self._params_nbytes)
-        # One list and one set of hooks: what was registered before is called once a step.
+        # Both optimizers share one list of groups and one set of hooks, so hooks registered earlier run once per step.
         kept = optimizer.param_groups
         optimizer.param_groups = self.param_groups
         try:
@@ -129,24 +143,26 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             optimizer.param_groups = kept
             raise
         for name in HOOKS:
-            if hasattr(optimizer, name):  # the same: handles of hooks must be able to remove them
+            # The same dict object: a hook's handle removes the hook from it.
+            if hasattr(optimizer, name):
                 setattr(self, name, getattr(optimizer, name))
         if hasattr(optimizer, "_step_supports_amp_scaling"):
             self._step_supports_amp_scaling = optimizer._step_supports_amp_scaling
-        if not self._at_home:
+        if not self._in_memory:
             optimizer.state = defaultdict(dict)
-        self._take_over()
-        self._is_made = True
+        self._redirect_methods()
+        self._is_constructed = True
 
-    def _take_over(self) -> None:
-        """Let the methods of the optimizer itself act on what is offloaded, or raise."""
+    def _redirect_methods(self) -> None:
+        """Forward methods of the original optimizer to this one, or make them raise."""
         own = weakref.ref(self)
 
         def forwarded(name: str, *arguments: Any, **more: Any) -> Any:
             there = own()
             if there is None:
                 raise RuntimeError(
-                    f"{name}(): the offloaded optimizer that this one was made into is gone"
+                    f"{name}(): this optimizer has been offloaded, and the optimizer that offload_optimizer() or "
+                    "offload_training() returned has been deleted; keep a reference to it"
                 )
             if name in ("train", "eval"):
                 return there._apply(name)
@@ -164,20 +180,21 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     # Stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have gradients. What it changes is written behind, while training goes on.
+        """Step all parameters that have gradients. New state is written behind while training continues.
 
-        Ctrl-C, and other signals that have handlers in Python, are heard when the step is whole; a second Ctrl-C ends
-        the wait for a drive that does not answer. With ``commit="step"`` what hooks of the step have changed is
-        committed, too.
+        Ctrl-C, and other signals with handlers in Python, take effect after the step; a second Ctrl-C ends the wait
+        for a drive that does not respond. With ``commit="step"``, the commit includes changes made by the step's
+        hooks.
 
         Raises
         ------
         OffloadError
-            Something could not be read or written: :meth:`retry` goes on.
+            A read or write failed: :meth:`retry` continues.
         NotSeparableError
-            The optimizer did what its trial did not show; the step is half done.
+            The original optimizer did something that it had not done in the trials with small data before; the
+            step is half done.
         TypeError, ValueError
-            A gradient is sparse, or a parameter has another size than when it was added.
+            A gradient is sparse, or a parameter's size has changed since it was added.
         """
         loss = self._hooked_step(*(() if closure is None else (closure,)))
         if self._commit != "none" and not self._committed:
@@ -185,7 +202,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._commit_step(self._usable())
         return loss
 
-    # torch puts hooks around what is not marked so: here they are inside, before the commit.
+    # torch wraps step() in its hooks unless it is marked as hooked. Here the hooks run inside, before the commit.
     step = _disable_dynamo(step)
     step.hooked = True  # type: ignore[attr-defined]
 
@@ -202,19 +219,20 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             self._go_on(self._usable(), sweep)
             if closure is None:
                 loss, self._lender.returned = self._lender.returned, None
-            vars(self._inner)["_opt_called"] = True  # for schedulers that were made of it
+            # Schedulers that were made with the original optimizer read this to see whether it has stepped.
+            vars(self._inner)["_opt_called"] = True
             self._warn_of_drive()
         return loss
 
     def _begun_step(self) -> Sweep | None:
-        """Return a step that has begun; None where GradScaler has found that it is to be left out."""
+        """Begin a step and return its sweep, or None if GradScaler has found infinite gradients and skips the step."""
         self._usable()
         if self._sweep is not None:
-            raise self._half_done("a step before it failed")
-        if self._earlier:
+            raise self._half_done("a previous step failed")
+        if self._earlier_commits:
             raise RuntimeError(
                 f"step {self.committed_step} is committed in these directories, and a step would replace it: call "
-                "resume() to go on from it, or discard_committed()"
+                "resume() to continue from it, or discard_committed()"
             )
         scaling = {
             name: getattr(self, name)
@@ -224,9 +242,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         if "found_inf" in scaling and scaling["found_inf"].item():
             return None
         with self._storing():
-            # Gradients of all ranks are in this step's, so all of them have committed the step before.
+            # The commit before the last one was kept for ranks that had not committed the last step. This step's
+            # gradients are sums over all ranks, and a rank computes its part only after it has committed the last
+            # step. So now all ranks have committed it.
             self._store.drop_previous()
-        self._given.settle()
+        self._handed_out.settle()
         with self._interrupts.deferred():
             self._check_step()
         with self._storing():
@@ -234,11 +254,12 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         return Sweep(self._order(self._is_stepped), class_method(self._inner), scaling)
 
     def _apply(self, name: str) -> None:
-        """Call another method of the optimizer's for all parameters: train(), eval()."""
+        """Call another method of the original optimizer, such as train() or eval(), for all parameters."""
         with self._locked():
             residency = self._readable()
-            self._given.settle()
+            self._handed_out.settle()
             order = self._order(lambda _: True)
+            # The method may handle parameters without gradients, too, so each call gets those of one bucket only.
             alone, self._lender.alone = self._lender.alone, True
             try:
                 sweep = Sweep(order, class_method(self._inner, name), {}, is_step=False)
@@ -247,26 +268,27 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._lender.alone = alone
 
     def retry(self) -> None:
-        """Go on where a failure stopped: finish the step that is half done, and write what could not be written.
+        """Continue after a failure: finish a step that is half done, and write what could not be written.
 
-        Gradients must be as they were.
+        Gradients must be unchanged.
 
         Raises
         ------
         OffloadError
-            It failed again; or gradients have changed, so that the step cannot be finished.
+            Another failure; or gradients have changed, and the step cannot be finished.
         """
         with self._locked():
             residency = self._usable()
             with contextlib.suppress(StorageError), self._interrupts.deferred():
-                residency.drain()  # what has failed since is tried again here
+                residency.drain()  # collect failed writes: flush() below writes those buckets again
             if self._sweep is not None:
                 if self._sweep.broken:
-                    raise self._half_done("the optimizer raised in the middle of it")
+                    raise self._half_done("a previous attempt failed")
                 changed = self._sweep.changed_gradient(self._buckets, self._gradient_of)
                 if changed is not None:
                     raise self._half_done(
-                        f"the gradient of a parameter of shape {tuple(changed.shape)} is not the one that it had"
+                        f"the gradient of a parameter of shape {tuple(changed.shape)} has been replaced, removed or "
+                        "modified since the step began"
                     )
                 self._go_on(residency, self._sweep)
             with self._storing():
@@ -275,7 +297,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps are whole."""
+        """The number of complete steps."""
         return self._steps
 
     def stats(self) -> dict[str, Any]:
@@ -284,10 +306,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         Returns
         -------
         dict
-            ``steps``, ``step_seconds`` (in all), ``wait_seconds`` (of these, waiting for drives), ``drive_share`` (the
-            ratio of both), ``endurance_share`` (of the drive's endurance, written by this optimizer; None if not told),
-            ``read_nbytes`` and ``written_nbytes``, ``state_nbytes`` (all state that is swapped),
-            ``memory_nbytes`` (what of it may be in memory at a time), ``buckets``, and the ``store``'s own.
+            ``steps``, ``step_seconds`` (the total), ``wait_seconds`` (of these, waiting for drives), ``drive_share``
+            (wait_seconds / step_seconds), ``endurance_share`` (the share of the drive's endurance that this optimizer
+            has written; None without ``endurance``), ``read_nbytes`` and ``written_nbytes``, ``state_nbytes`` (all
+            state in buckets), ``memory_nbytes`` (the memory for it), ``buckets``, and the ``store``'s own statistics.
         """
         with self._locked():
             residency = self._usable()
@@ -304,14 +326,17 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 "read_nbytes": moved.read_nbytes,
                 "written_nbytes": moved.written_nbytes,
                 "state_nbytes": total,
-                "memory_nbytes": total if self._at_home else residency.nbytes,
+                "memory_nbytes": total if self._in_memory else residency.nbytes,
                 "buckets": len(self._buckets),
                 "store": self._store.stats(),
             }
 
     def _order(self, wanted: Callable[[torch.Tensor], bool]) -> list[int]:
-        """Return the buckets of parameters, forwards and backwards in turns: the last ones are still in memory."""
-        if self._at_home:
+        """Return the indexes of the buckets with the wanted parameters.
+
+        The direction alternates from step to step, because the last buckets of a step are still in memory.
+        """
+        if self._in_memory:
             return []
         order = [
             bucket.index
@@ -321,17 +346,21 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         return order[::-1] if self._steps % 2 else order
 
     def _check_step(self) -> None:
-        """Refuse a step before anything has changed."""
+        """Raise if the step cannot be done, before anything has changed."""
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 planned = self._shapes.get(param)
                 now = number, param.shape, param.dtype, param.stride()
                 if planned != now:
+                    if planned is None:
+                        raise ValueError(
+                            f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} was put into the list "
+                            "directly; remove it from the list and pass it to add_param_group()"
+                        )
                     names = ("group", "shape", "dtype", "strides")
-                    was = "not in param_groups" if planned is None else _described(names, planned)
                     raise ValueError(
-                        f"param_groups[{number}]: a parameter has changed: {_described(names, now)}; it was {was} when "
-                        "it was added; make a new optimizer, or add_param_group()"
+                        f"param_groups[{number}]: a parameter now has {_describe(names, now)}; when it was offloaded, "
+                        f"it had {_describe(names, planned)}; offload a new optimizer"
                     )
                 grad = self._gradient_of(param)
                 placements: Any = getattr(grad, "placements", None)
@@ -340,41 +369,46 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 if grad is not None and grad.layout != torch.strided:
                     raise TypeError(
                         f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has a sparse gradient; "
-                        "offloaded optimizers step dense ones (remedy: sparse=False in nn.Embedding)"
+                        "offloaded optimizers support only dense ones (remedy: sparse=False in nn.Embedding)"
                     )
         if sum(len(group["params"]) for group in self.param_groups) != len(self._shapes):
             raise ValueError(
-                "param_groups: parameters have been taken away; make a new optimizer without them"
+                "param_groups: parameters have been removed; make a new optimizer without them"
             )
         self._check_gradients()
         patterns = self._patterns_now()
         stays = patterns == self._patterns
-        if not self._at_home:  # there all parameters are stepped at once, and whole
+        # With the state in memory, one call steps all parameters as a whole, and these checks are not needed.
+        if not self._in_memory:
             self._check_apart()
             if stays and not self._pieces_may_stay():
                 self._probe.forget()
                 stays = False
         if not stays:
-            self._plan_anew()
+            self._plan_again()
             self._patterns = patterns
 
     def _check_apart(self) -> None:
-        """Refuse a step that would depend on several parameters at once: a few of them are tried."""
+        """Raise if a trial of three parameters shows that the step now depends on several parameters at once."""
         params = list(filter(self._is_stepped, self._shapes))
         tried = list(dict.fromkeys([*params[:1], *params[len(params) // 2 :][:1], *params[-1:]]))
         if len(tried) < 2 or self._probe.gradients != "any":
             return
-        self._probe.note_begun(
+        self._probe.record_initial_state(
             {param: shape_of_state(self._pieces[param][0][1]) for param in tried}
         )
-        if not self._probe.acts_apart(tried):
+        if not self._probe.may_step_apart(tried):
             raise NotSeparableError(
-                f"{type(self._inner).__name__} cannot be stepped exactly any more: it depends on several parameters at "
-                "once now, or on random numbers, which its trial did not show; nothing has changed"
+                f"{type(self._inner).__name__} can no longer be stepped exactly: its step now depends on several "
+                "parameters at once, or on random numbers, which it did not in the test steps when it was offloaded. "
+                "This step has not begun, and nothing has changed"
             )
 
     def _pieces_may_stay(self) -> bool:
-        """Return whether what is stepped in pieces may still be: a parameter of each kind is tried, and one in turn."""
+        """Return whether pieces of parameters may still be stepped separately.
+
+        Try one parameter of each kind, and in addition another one in each step.
+        """
         cut = [
             param
             for param, pieces in self._pieces.items()
@@ -387,13 +421,13 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             for param in cut
         }
         for param in dict.fromkeys([*of_kind.values(), cut[self._steps % len(cut)]]):
-            self._probe.note_begun({param: shape_of_state(self._pieces[param][0][1])})
-            if not self._probe.acts_on_elements(param):
+            self._probe.record_initial_state({param: shape_of_state(self._pieces[param][0][1])})
+            if not self._probe.may_step_in_pieces(param):
                 return False
         return True
 
     def _check_gradients(self) -> None:
-        """Refuse a step for which parameters lack gradients that the optimizer needs to step them one by one."""
+        """Raise if parameters lack gradients that the optimizer needs when it steps parameters separately."""
         if self._probe.gradients == "any":
             return
         with_state = {id(param) for param in self._params_with_state()}
@@ -404,46 +438,50 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 if lacks and (self._probe.gradients == "always" or not with_state):
                     what = "has no gradient"
                 elif not lacks and late:
-                    what = "has its first gradient after others have had theirs"
+                    what = "got its first gradient in a later step than other parameters"
                 else:
                     continue
                 raise ValueError(
-                    f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} {what}, and then a step of "
-                    f"{type(self._inner).__name__} fails, or treats others otherwise; what would help: a gradient of "
-                    "zeros, or foreach=False and fused=False where the optimizer has these"
+                    f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} {what}. "
+                    f"{type(self._inner).__name__} then raises, or gives other results than in memory. Remedy: a "
+                    "gradient of zeros, or foreach=False and fused=False if the optimizer has these options"
                 )
 
     def _is_stepped(self, param: torch.Tensor) -> bool:
-        """Return whether the next step has to do with a parameter."""
+        """Return whether the next step involves a parameter."""
         return self._lender.alone or self._gradient_of(param) is not None
 
     def _gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's gradient, or what stands for it."""
+        """Return a parameter's gradient, or the object that represents it."""
         return param.grad
 
     def _bring(self, bucket: Bucket | None) -> None:
-        """Have a bucket's parameters and gradients in memory, and no others; here all are."""
+        """Bring a bucket's parameters and gradients into memory; in this class they are always in memory.
+
+        With None, release those of the bucket that was brought last.
+        """
 
     def _patterns_now(self) -> list[Any]:
+        """Return the properties of the groups' values on which the layout of the state may depend."""
         return [pattern(group, numbers=True) for group in self.param_groups]
 
-    def _plan_anew(self) -> None:
-        """Lay state out as the groups' new values want it, if they want another state than before."""
+    def _plan_again(self) -> None:
+        """Plan the layout again for the groups' new values, and move the state if the layout differs."""
         planned = self._planned()
-        if _kinds(planned) == _kinds(self._buckets):
+        if _layout_key(planned) == _layout_key(self._buckets):
             return
         states = self._mapped_state()
         self._install(planned)
         self._fill(lambda param: states.get(param))
 
     def _go_on(self, residency: Residency, sweep: Sweep) -> None:
-        """Step the buckets that are left, if need be without ending the step."""
-        with self._interrupts.deferred(), self._timed(residency), self._scaled(sweep):
+        """Step the remaining buckets of a sweep, and end the step unless more buckets will follow (``sweep.ends``)."""
+        with self._interrupts.deferred(), self._timing(residency), self._with_scaling(sweep):
             self._sweep = sweep
             try:
-                if self._at_home:
-                    sweep.broken = True
-                    self._lender.call_at_home(sweep.function)
+                if self._in_memory:
+                    sweep.broken = True  # a failed call cannot be repeated
+                    self._lender.call_in_memory(sweep.function)
                 else:
                     limited = (
                         self._threads.limited() if self._by_elements else contextlib.nullcontext()
@@ -454,7 +492,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 raise self._half_done(str(error)) from error
             except BaseException:
                 if sweep.done == 0 and not sweep.broken:
-                    self._sweep = None  # nothing has changed
+                    self._sweep = None  # no bucket has been stepped
                 raise
             if not sweep.ends:
                 return
@@ -495,7 +533,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             finally:
                 for stored in self._staging.stored() if self._staging is not None else ():
                     residency.release(stored, dirty=True)
-            if not sweep.order:  # there are no gradients, but groups may count their steps
+            # Without any gradient there is no bucket to step. Call the optimizer nevertheless: it may count the step in
+            # its groups.
+            if not sweep.order:
                 sweep.broken = True
                 lender.call([], torch.empty(0, dtype=torch.uint8, device="cpu"), sweep.function)
             whole = True
@@ -504,8 +544,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             lender.end(undone=not whole or not sweep.ends)
 
     @contextlib.contextmanager
-    def _scaled(self, sweep: Sweep) -> Iterator[None]:
-        """Let the optimizer have what GradScaler leaves for those that unscale gradients themselves."""
+    def _with_scaling(self, sweep: Sweep) -> Iterator[None]:
+        """Set the attributes that GradScaler leaves for optimizers that unscale gradients themselves."""
         vars(self._inner).update(sweep.scaling)
         try:
             yield
@@ -514,8 +554,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 vars(self._inner).pop(name, None)
 
     @contextlib.contextmanager
-    def _timed(self, residency: Residency) -> Iterator[None]:
-        """Count the time as a step's, and the share of it that is spent waiting."""
+    def _timing(self, residency: Residency) -> Iterator[None]:
+        """Add the time of the block to the steps' time, and the waiting in it to the waiting time."""
         began, waited = time.perf_counter(), residency.counters.wait_seconds
         try:
             yield
@@ -529,23 +569,23 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     # Checkpoints
 
     def checkpoint(self, path: Path | Sequence[Path]) -> None:
-        """Keep the state as it is now in a new directory, for :meth:`restore`; parameters are not in it.
+        """Save the current state, without parameters, in a new directory for :meth:`restore`.
 
-        On the file system of the state that takes no copy: its files are linked there, and the next steps write to
-        others, whose space is reserved here. It is durable when this returns, and verified when it is read. Where
-        ``torch.distributed`` is in use, each rank has a directory of its own in it.
+        On the file system of the state nothing is copied: the files are hard-linked into the directory, and the next
+        steps write to other files, for which space is reserved now. The checkpoint is durable when this method returns,
+        and is verified when it is read. With ``torch.distributed``, each rank has its own subdirectory.
 
         Parameters
         ----------
         path : path, or a list of paths
-            It must not exist. With several directories: one, or one on the file system of each of them.
+            A directory that does not exist. For state in several directories: one path, or one on each file system.
 
         Raises
         ------
         OffloadError
             A step is half done, or state could not be stored.
         StorageError
-            It exists, there is no space, or something cannot be written; nothing has the name.
+            The path exists, space is missing, or a write failed; the path is not created.
         ValueError
             A group has a value that cannot be saved.
         """
@@ -556,24 +596,24 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             self._store.snapshot(of_this_rank(path), record)
 
     def restore(self, path: Path | Sequence[Path]) -> int:
-        """Have the state, and the groups' values, of a :meth:`checkpoint`; parameters stay as they are.
+        """Load the state and the groups' values of a :meth:`checkpoint`; parameters stay unchanged.
 
-        Every byte is verified. It takes no memory beside the budget, which may be another than that of then.
+        Every byte is verified. Loading needs no memory beyond the budget, which may differ from the one at saving.
 
         Returns
         -------
         int
-            How many steps had been done.
+            The number of steps at the time of the checkpoint.
 
         Raises
         ------
         ValueError
-            It is of other parameters, or of an optimizer with another state; nothing has changed.
+            The checkpoint has other parameters, or the state of a different optimizer; nothing has changed.
         MemoryBudgetError
-            It has pieces of state for which the budget is too small; nothing has changed.
+            The budget is too small for a piece of state in the checkpoint; nothing has changed.
         StorageError
-            It is not there, cannot be read or is damaged. If that shows late, the state is not usable before another
-            restore() or load_state_dict().
+            The checkpoint is missing, unreadable or damaged. If this is detected late, the state is unusable until
+            another restore() or load_state_dict().
         """
         with self._locked():
             self._usable(loading=True)
@@ -586,49 +626,49 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     @property
     def committed_step(self) -> int | None:
-        """The step that an earlier run has committed in these directories, for :meth:`resume`; None if none."""
-        return self._earlier[0].steps if self._earlier else None
+        """The step that an earlier run has committed in these directories, for :meth:`resume`, or None."""
+        return self._earlier_commits[0].steps if self._earlier_commits else None
 
     def resume(self) -> int | None:
-        """Go on from what an earlier run has committed: parameters, state and groups' values are those of that step.
+        """Continue from the last commit of an earlier run: restore its parameters, state and groups' values.
 
-        Where ``torch.distributed`` is in use, all ranks call it, and go on from the newest step that all have: a kill
-        may have come when some had committed a step, and others had not.
+        With ``torch.distributed``, all ranks must call it. They continue from the newest step that all have committed:
+        a kill may have happened when only some ranks had committed a step.
 
         Returns
         -------
         int or None
-            The step; None, and nothing has changed, where nothing was committed, or ``commit`` is "none" here.
+            The step. None if nothing was committed, or ``commit`` is "none"; then nothing has changed.
 
         Raises
         ------
         ValueError
-            It is of other parameters, or of another optimizer; nothing has changed.
+            The commit has other parameters, or is of a different optimizer; nothing has changed.
         RuntimeError
             Ranks have no committed step in common; nothing has changed on any of them.
         StorageError
-            It cannot be read, or is damaged; it is still there.
+            The commit is unreadable or damaged; it is kept.
         """
         with self._locked():
             self._usable(loading=True)
             steps = self.committed_step
             if self._commit != "none" and ranks() > 1:
-                steps = _common_step([earlier.steps for earlier in self._earlier])
+                steps = _common_step([earlier.steps for earlier in self._earlier_commits])
             if steps is None:
                 return None
-            if self._earlier[0].steps != steps:
+            if self._earlier_commits[0].steps != steps:
                 with self._interrupts.deferred():
                     self._store.go_back()
-                    self._earlier.pop(0).close()
-            self._load(self._earlier[0], with_params=True)
+                    self._earlier_commits.pop(0).close()
+            self._load(self._earlier_commits[0], with_params=True)
             self.discard_committed()
             self._keeps_previous = True
             return steps
 
     def discard_committed(self) -> None:
-        """Do without what an earlier run has committed: the next commit replaces it."""
+        """Discard what an earlier run has committed: the next commit replaces it."""
         with self._locked():
-            earlier, self._earlier = self._earlier, []
+            earlier, self._earlier_commits = self._earlier_commits, []
             self._keeps_previous = False
             for each in earlier:
                 each.close()
@@ -645,14 +685,17 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         )
 
     def _slabs_of_params(self) -> list[tuple[str, int]] | None:
-        """Return where in the store parameters are, by tensor and offset, if that has them all the time."""
+        """Return the name of the tensor in the store, and the offset in it, for each parameter.
+
+        Return None if parameters are in the store only in commits.
+        """
         return None
 
     def _store_params(self) -> None:
         """Write parameters into the store."""
         tickets = []
         for name, members in packed_params(list(self._shapes)):
-            # Two on their way at a time: some are copies.
+            # At most two writes are in flight: small parameters are written as packed copies, which need memory.
             tickets.append(self._store.write(name, pack(members)))
             if len(tickets) > 1:
                 tickets.pop(0).result()
@@ -660,7 +703,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             ticket.result()
 
     def _commit_step(self, residency: Residency) -> None:
-        """Commit state, and parameters as they are now: hooks may have changed them since they were stepped."""
+        """Commit the state and the current parameters, which hooks may have changed after the step."""
         if self._commit == "none" or self._committed or self._sweep is not None:
             return
         self._settle_and_store(residency)
@@ -675,13 +718,14 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._keeps_previous = True
         except StorageError as error:
             raise OffloadError(
-                f"step {self._steps} is whole, but could not be committed; retry() tries it again",
+                f"step {self._steps} is complete, but could not be committed; retry() tries again",
                 step=self._steps,
                 finished=True,
             ) from error
         self._committed = True
 
     def _load(self, saved: Saved, *, with_params: bool) -> int:
+        """Load state and groups from a checkpoint or commit, and parameters ``with_params``; return its step."""
         saved.check_groups(self.param_groups)
         twin = twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})
@@ -690,7 +734,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         saved.check_params(params, [self._planner.step_dtype(param) for param in params])
         with self._groups_of(twin):
             if saved.optimizer == type(self._inner).__name__:
-                self._probe.note_begun(
+                self._probe.record_initial_state(
                     {param: saved.state_like(index) for index, param in enumerate(params)}
                 )
             planned = self._planned()
@@ -704,7 +748,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 type(self._inner).__name__,
             )
             plan.check_budget(self._budget_nbytes, buckets, self._at_once(), usual=False)
-        self._have_groups(twin)
+        self._set_groups(twin)
         self._sweep = None
         self._install(buckets)
         residency = self._usable(loading=True)
@@ -717,7 +761,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 residency.release(bucket.index, dirty=True)
             if with_params:
                 self._load_params(saved, params)
-            self._bring_home()
+            self._load_into_memory()
             self._incomplete = False
         self._steps = saved.steps
         return saved.steps
@@ -727,7 +771,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _groups_of(self, twin: torch.optim.Optimizer) -> Iterator[None]:
-        """Plan with other groups, for a while."""
+        """Plan with the groups of another optimizer for the duration of a ``with`` block."""
         kept = self.param_groups
         self.param_groups = self._inner.param_groups = twin.param_groups
         try:
@@ -735,22 +779,22 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         finally:
             self.param_groups = self._inner.param_groups = kept
 
-    def _have_groups(self, twin: torch.optim.Optimizer) -> None:
+    def _set_groups(self, twin: torch.optim.Optimizer) -> None:
         self.param_groups = self._inner.param_groups = twin.param_groups
 
     def _warn_of_drive(self) -> None:
-        if self._warned or self._steps < 5 or self._at_home:
+        if self._warned or self._steps < 5 or self._in_memory:
             return
         total = self._total_nbytes()
-        if total < _WORTH_TELLING_NBYTES:
+        if total < _WARNING_MIN_NBYTES:
             return
         share = self._waited_seconds / max(self._seconds, 1e-9)
         if share > 0.5:
             self._warned = True
             warnings.warn(
-                f"{share:.0%} of the optimizer's steps are spent waiting for the drive: {self._budget_nbytes} of "
-                f"{total} bytes of state fit the memory_budget. Each byte more is one that is not moved; with {total} "
-                "nothing is",
+                f"{share:.0%} of the time in optimizer steps is spent waiting for the drive: the state has {total} "
+                f"bytes, and memory_budget is {self._budget_nbytes} bytes. A larger budget reduces reads and writes; "
+                f"with {total} bytes there are none",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -759,10 +803,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The state by parameter. ``state[param]`` reads one parameter's, with its master, if it has one, as "master".
+        """The state by parameter. ``state[param]`` reads one parameter's state; "master" is its master, if it has one.
 
-        What is written into it, in place too, counts as in memory, if it is written before the next step; later the
-        same tensors are an earlier step's, and a write to one of them makes the next step raise RuntimeError.
+        Until the next step, changes to a parameter's state have the same effect as in memory, in-place changes of its
+        tensors included. After that step, the same tensors have the values of an earlier step, and a write to one of
+        them makes the following step raise RuntimeError.
         """
         return StateView(self)
 
@@ -773,9 +818,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 StateView(self).replace(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers have it: a snapshot, whose tensors are mapped from the drive.
+        """Return the state in the form of torch's optimizers: a snapshot with tensors mapped from the drive.
 
-        They take no memory of their own, and stay as they are while training goes on.
+        The tensors need no additional memory, and training does not change them.
         """
         with self._locked():
             self._maps_state = True
@@ -790,16 +835,16 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._inner.state = kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch's optimizers have it: of this optimizer, or of the one it was made of.
+        """Load a state dict of this optimizer or of the original one.
 
-        It is taken parameter by parameter; what is cast is cast as the optimizer's own ``load_state_dict`` does it.
+        Parameters are loaded one after the other. Values are cast as by the optimizer's own ``load_state_dict``.
 
         Raises
         ------
         ValueError, MemoryBudgetError
-            It is not of an optimizer with such parameters, or wants more memory; nothing has changed.
+            The state dict has other parameters, or needs a larger memory budget; nothing has changed.
         StorageError
-            The state could not be stored; what the optimizer had before is gone.
+            The state could not be stored; the optimizer's previous state is lost.
         """
         with self._locked():
             self._usable(loading=True)
@@ -807,10 +852,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             saved = state_dict["state"]
-            # Groups as torch does it, without any state.
+            # Load the groups as torch does, without any state.
             twin = twin_of(self._inner, list(self.param_groups))
             before = dict(vars(twin))
             twin.load_state_dict({**state_dict, "state": {}})
+            # Attributes that load_state_dict() of the original optimizer's class has set on the twin.
             own = {
                 name: value
                 for name, value in vars(twin).items()
@@ -830,16 +876,18 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             }
             with self._groups_of(twin):
                 planned = self._planned()
-                pieces = _by_param(planned)
+                pieces = _units_by_param(planned)
                 known = [
                     is_planned(number, pieces[param], saved[number])
                     for number, param in zip(numbers, params, strict=True)
                     if number in saved
                 ]
-                if not all(known):  # it is made once, in the first step, say
-                    self._probe.note_begun(states)
+                # The state dict has state for which the trials did not plan: an optimizer may create state only in
+                # certain steps. Plan for it, too.
+                if not all(known):
+                    self._probe.record_initial_state(states)
                     planned = self._planned()
-            self._have_groups(twin)
+            self._set_groups(twin)
             of_group = {param: group for group in self.param_groups for param in group["params"]}
             number_of = dict(zip(params, numbers, strict=True))
 
@@ -848,17 +896,17 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 return None if not state else self._cast(of_group[param], param, state, state_dict)
 
             self._sweep = None
-            vars(self._inner).update(own)  # what the optimizer's own class has loaded beside
+            vars(self._inner).update(own)
             self._install(planned)
             self._fill(loaded)
-            self._others = {
+            self._extra_entries = {
                 key: value for key, value in saved.items() if key not in number_of.values()
             }
             for after in self._optimizer_load_state_dict_post_hooks.values():
                 after(self)
 
     def _state_before(self, param: torch.Tensor) -> Any:
-        """Return a parameter's state in memory as what is stepped for it has it."""
+        """Return a parameter's state in memory, cast to the dtype in which the parameter is stepped."""
         state = self._inner.state.get(param)
         if not state or self._planner.step_dtype(param) == param.dtype:
             return state
@@ -872,7 +920,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         group: dict[str, Any],
         param: torch.Tensor,
         state: dict[str, Any],
-        beside: Mapping[str, Any],
+        other_entries: Mapping[str, Any],
     ) -> Any:
         target = self._lender.target_of(param)
         alike = torch.empty((), dtype=target.dtype, device=target.device)
@@ -883,28 +931,28 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             for key, value in state.items()
         }
         master = state.pop(MASTER, None) if self._planner.step_dtype(param) != param.dtype else None
-        cast = cast_like_torch(self._inner, group, alike, state, beside)
+        cast = cast_like_torch(self._inner, group, alike, state, other_entries)
         return {**cast, MASTER: master} if master is not None else cast
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see :class:`torch.optim.Optimizer`.
+        """Add a parameter group; see :class:`torch.optim.Optimizer`.
 
         Raises
         ------
         NotSeparableError, MemoryBudgetError, StorageError
-            It cannot be offloaded, or there is no space for its state; nothing has changed.
+            The group cannot be offloaded, or memory or space for its state is missing; nothing has changed.
         """
-        if self._residency is None:  # the constructor adds what there is
+        if self._residency is None:  # called by the constructor of torch's class
             super().add_param_group(param_group)
             return
         with self._locked():
             residency = self._readable()
-            self._given.settle()
+            self._handed_out.settle()
             type(self._inner).add_param_group(self._inner, param_group)
             group = self.param_groups[-1]
             try:
                 check_params(self.param_groups)
-                self._probe.note_begun(
+                self._probe.record_initial_state(
                     {param: self._inner.state.get(param) for param in group["params"]}
                 )
                 with self._interrupts.deferred():
@@ -912,12 +960,12 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     added = self._planner.pack([group], len(self._shapes), len(self._buckets))
                 buckets = [*self._buckets, *added]
                 self._check_budget(buckets)
-                leaves_home = self._at_home and not self._fits_at_home(buckets)
+                leaves_memory = self._in_memory and not self._fits_at_home(buckets)
                 with self._interrupts.deferred():
-                    if leaves_home:
-                        self._store_home(residency)
-                    stays = self._at_home and not leaves_home
-                    residency.resize(self._memory_for(buckets, at_home=stays))
+                    if leaves_memory:
+                        self._store_from_memory(residency)
+                    stays = self._in_memory and not leaves_memory
+                    residency.resize(self._memory_for(buckets, in_memory=stays))
                     residency.add(added)
             except BaseException:
                 self.param_groups.pop()
@@ -925,12 +973,12 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     self._inner.state.pop(param, None)
                 raise
             begun = {param: self._inner.state.pop(param, None) for param in group["params"]}
-            if leaves_home:
-                self._at_home = False
+            if leaves_memory:
+                self._in_memory = False
                 self._inner.state = defaultdict(dict)
                 self._lender.masters.clear()
             self._buckets = buckets
-            self._note_params()
+            self._index_params()
             self._fill(begun.get, [bucket.index for bucket in added])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -941,12 +989,12 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     # Ending
 
     def drain(self) -> None:
-        """Wait until what is being written behind has been written.
+        """Wait until all write-behind is done.
 
         Raises
         ------
         OffloadError
-            Something could not be written, and is still in memory.
+            A write failed; its data is still in memory.
         """
         with self._locked():
             residency = self._usable()
@@ -954,9 +1002,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 residency.drain()
 
     def close(self) -> None:
-        """Give the memory and the space on drives back; the state is lost unless it has been saved."""
+        """Release the memory and the space on drives; state that has not been saved is lost."""
         if self.is_parents:
-            return  # the parent's
+            return  # memory and files belong to the parent process
         with self._lock:
             residency, self._residency = self._residency, None
             self.discard_committed()
@@ -974,9 +1022,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     # Where state is
 
     def _planned(self) -> list[Bucket]:
-        """Decide which state lies where, for the groups as they are now."""
+        """Plan the layout of the state for the current groups."""
         check_params(self.param_groups)
-        with self._interrupts.deferred():  # parameters have other data while the optimizer is tried
+        # During a trial, parameters have trial data: a signal must not leave them so.
+        with self._interrupts.deferred():
             self._probe.try_together(self.param_groups)
             buckets = self._planner.pack(self.param_groups)
         self._check_budget(buckets)
@@ -986,56 +1035,58 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         plan.check_budget(self._budget_nbytes, buckets, self._at_once())
 
     def _at_once(self) -> int:
-        """Return how many buckets are in memory at a time, at least: copies of them may be on their way to a GPU."""
+        """Return how many buckets must fit into memory together: with a GPU, some are being copied during a step."""
         return 1 if self._device_to_stage_on() is None else plan.MIN_BUCKETS
 
-    def _memory_for(self, buckets: Sequence[Bucket], *, at_home: bool) -> int:
+    def _memory_for(self, buckets: Sequence[Bucket], *, in_memory: bool) -> int:
+        """Return the bytes of memory for buckets: the budget, or with ``in_memory`` enough to save the state."""
         needed = plan.needed_nbytes(buckets, self._at_once())
-        if at_home:
+        if in_memory:
             return needed
         total = sum(plan.paged(bucket.nbytes) for bucket in buckets)
         return min(self._budget_nbytes // plan.PAGE_NBYTES * plan.PAGE_NBYTES, total)
 
     def _fits_at_home(self, buckets: Sequence[Bucket]) -> bool:
+        """Return whether the original optimizer can keep the whole state in memory, in its own ``state``."""
         total = sum(bucket.nbytes for bucket in buckets)
-        beside = plan.needed_nbytes(buckets)
+        needed = plan.needed_nbytes(buckets)
         return (
             self._device_to_stage_on() is None
-            and total + max(beside - _MAX_BESIDE_NBYTES, 0) <= self._budget_nbytes
+            and total + max(needed - _MAX_EXCESS_NBYTES, 0) <= self._budget_nbytes
         )
 
     def _total_nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self._buckets)
 
     def _install(self, buckets: list[Bucket]) -> None:
-        """Let state lie so; what there was is forgotten."""
-        # Its memory must be free before there is other; where that cannot be had the optimizer is closed.
+        """Replace the layout of the state; previous state is lost."""
+        # Free the old memory before allocating the new one. If that allocation fails, the optimizer stays closed.
         before, self._residency = self._residency, None
         if before is not None:
             before.forget()
             self._inner.state = defaultdict(dict)
             self._lender.masters.clear()
         del before
-        self._given.forget()
+        self._handed_out.forget()
         device = self._device_to_stage_on()
-        self._at_home = self._fits_at_home(buckets)
+        self._in_memory = self._fits_at_home(buckets)
         residency = Residency(
             self._store,
-            self._memory_for(buckets, at_home=self._at_home),
+            self._memory_for(buckets, in_memory=self._in_memory),
             all_in_flight=self._commit != "none",
             gpu=-1 if device is None or device.type != "cuda" else device.index or 0,
         )
-        if not self._at_home:
+        if not self._in_memory:
             residency.touch()
         if device is not None and buckets:
             self._staging = Staging(device, max(bucket.nbytes for bucket in buckets))
-        residency.interrupted = self._interrupts.insisted
+        residency.interrupted = self._interrupts.was_repeated
         residency.add(buckets)
         self._buckets, self._residency = buckets, residency
-        self._note_params()
+        self._index_params()
 
     def _device_to_stage_on(self) -> torch.device | None:
-        """Return the device that steps, where that is not the host."""
+        """Return the device that steps the buckets, or None if this is the host."""
         devices: set[torch.device] = {
             param.device for group in self.param_groups for param in group["params"]
         }
@@ -1047,17 +1098,18 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             )
         return devices.pop()
 
-    def _note_params(self) -> None:
+    def _index_params(self) -> None:
         self._shapes = {
             param: (number, param.shape, param.dtype, param.stride())
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
         }
         self._patterns = self._patterns_now()
-        self._pieces = _by_param(self._buckets)
-        # Then how the work is divided among threads changes no result.
+        self._pieces = _units_by_param(self._buckets)
+        # Whether each element is stepped independently. Then the number of threads that share the work does not change
+        # the result, and `_threads` may limit it.
         self._by_elements = (
-            not self._at_home
+            not self._in_memory
             and self._staging is None
             and all(
                 self._probe.may_be_cut(group, param, self._planner.step_dtype(param))
@@ -1070,14 +1122,14 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     def _fill(
         self, states: Callable[[torch.Tensor], Any], indices: Iterable[int] | None = None
     ) -> None:
-        """Give parameters the states that they are to have; one without has none."""
+        """Set the state of each parameter to what ``states`` returns for it; None stands for no state."""
         residency = self._usable(loading=True)
         buckets = self._buckets if indices is None else [self._buckets[at] for at in indices]
         self._incomplete = True
         with self._interrupts.deferred():
-            if self._at_home:
-                for param in _by_param(buckets):
-                    self._put_home(param, states(param))
+            if self._in_memory:
+                for param in _units_by_param(buckets):
+                    self._set_in_memory(param, states(param))
             else:
                 self._fill_buckets(residency, buckets, states)
             self._incomplete = False
@@ -1088,7 +1140,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         buckets: Sequence[Bucket],
         states: Callable[[torch.Tensor], Any],
     ) -> None:
-        """Put states into buckets; those that no unit has anything in stay as they are."""
+        """Put states into buckets; a bucket in which no unit has state stays unchanged."""
         current: tuple[Any, Any] = (None, None)
         residency.begin([bucket.index for bucket in buckets], fresh=True)
         for bucket in buckets:
@@ -1104,9 +1156,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 put_state(unit, current[1], memory)
             residency.release(bucket.index, dirty=filled)
 
-    # At home: the state is the optimizer's own, and is put into buckets only to be saved
+    # State in memory: if all of it fits, the original optimizer keeps it, and buckets are used only to save it.
 
-    def _put_home(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
+    def _set_in_memory(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
         target = self._lender.target_of(param)
         self._inner.state.pop(target, None)
         self._inner.state.pop(param, None)
@@ -1116,71 +1168,74 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         if self._planner.step_dtype(param) != param.dtype:
             self._lender.set_master(param, state.pop(MASTER, None))
         if state:
-            self._inner.state[target] = _pytree.tree_map(_own, state)
+            self._inner.state[target] = _pytree.tree_map(_owned_copy, state)
 
-    def _state_at_home(self, param: torch.Tensor) -> dict[Any, Any] | None:
+    def _state_in_memory(self, param: torch.Tensor) -> dict[Any, Any] | None:
         target = self._lender.target_of(param)
         state = self._inner.state.get(target)
         if param in self._lender.masters:
             return {**(state or {}), MASTER: target.detach()}
         return state or None
 
-    def _store_home(self, residency: Residency) -> None:
-        """Put the state that is in memory into buckets, and store these."""
+    def _store_from_memory(self, residency: Residency) -> None:
+        """Put the state that is in memory into buckets, and store them."""
         try:
-            self._fill_buckets(residency, self._buckets, self._state_at_home)
-        except UnplannedError:  # there is other state than was planned: a user's, say
-            self._probe.note_begun({param: self._state_at_home(param) for param in self._shapes})
+            self._fill_buckets(residency, self._buckets, self._state_in_memory)
+        except UnplannedError:
+            # The state has tensors that were not planned, for example from a user.
+            self._probe.record_initial_state(
+                {param: self._state_in_memory(param) for param in self._shapes}
+            )
             planned = self._planner.pack(self.param_groups)
             residency.forget()
-            residency.resize(self._memory_for(planned, at_home=True))
+            residency.resize(self._memory_for(planned, in_memory=True))
             residency.add(planned)
             self._buckets = planned
-            self._note_params()
-            self._fill_buckets(residency, planned, self._state_at_home)
+            self._index_params()
+            self._fill_buckets(residency, planned, self._state_in_memory)
 
-    def _bring_home(self) -> None:
-        """Have state in memory that has just been put into buckets."""
-        if self._at_home:
+    def _load_into_memory(self) -> None:
+        """Move state that was just put into buckets into the original optimizer."""
+        if self._in_memory:
             for param, pieces in self._pieces.items():
-                self._put_home(param, state_of(pieces, self._copied()))
+                self._set_in_memory(param, state_of(pieces, self._field_reader()))
 
     def _settle_and_store(self, residency: Residency) -> None:
-        self._given.settle()
+        self._handed_out.settle()
         with self._storing():
-            if self._at_home:
-                self._store_home(residency)
+            if self._in_memory:
+                self._store_from_memory(residency)
             residency.flush()
 
-    # What users see of it, and write into it
+    # Access of users to the state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do what the optimizer's own ``zero_grad`` does."""
+        """Call the original optimizer's ``zero_grad``."""
         self._inner.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the optimizer that this one was made of."""
+        """Return an attribute of the original optimizer."""
         if name.startswith("__") or "_inner" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute: one that the optimizer had, and its step may go by, is still that one's."""
+        """Set an attribute; those of the original optimizer are set there, because its step may read them."""
         is_own = name in vars(self) or hasattr(type(self), name)
-        if vars(self).get("_is_made") and not is_own and name in vars(self._inner):
+        if vars(self).get("_is_constructed") and not is_own and name in vars(self._inner):
             setattr(self._inner, name, value)
         else:
             super().__setattr__(name, value)
 
     def _params_with_state(self) -> list[torch.Tensor]:
-        if self._at_home:
-            return [param for param in self._shapes if self._state_at_home(param)]
+        if self._in_memory:
+            return [param for param in self._shapes if self._state_in_memory(param)]
         return [
             param for param, pieces in self._pieces.items() if any(unit.kept for _, unit in pieces)
         ]
 
-    def _copied(self) -> Copied:
-        """Return what reads fields of buckets, one bucket at a time."""
+    def _field_reader(self) -> CopiedFields:
+        """Return a reader of fields that reads one bucket at a time."""
         residency = self._usable(loading=True)
         held: dict[int, torch.Tensor] = {}
 
@@ -1197,36 +1252,37 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 held[bucket.index] = memory
             return held[bucket.index]
 
-        return Copied(read)
+        return CopiedFields(read)
 
     def _state_of_one(self, param: torch.Tensor) -> dict[Any, Any]:
-        """Return the state of a parameter, to be written into."""
+        """Return the state of a parameter; changes to it are stored before the next step."""
         with self._locked():
             self._readable()
             if param not in self._shapes:
                 return {}
-            if self._at_home and self._lender.is_direct(param):
+            if self._in_memory and self._lender.is_direct(param):
                 state: dict[Any, Any] = self._inner.state[param]
                 return state
-            return self._given.state_of(param, self._read_one)
+            return self._handed_out.state_of(param, self._read_one)
 
     def _read_one(self, param: torch.Tensor) -> dict[Any, Any]:
-        if self._at_home:
+        if self._in_memory:
             local = local_of(param)
             copied: dict[Any, Any] = _pytree.tree_map(
-                lambda leaf: like_param(_own(leaf), param, local), self._state_at_home(param) or {}
+                lambda leaf: like_param(_owned_copy(leaf), param, local),
+                self._state_in_memory(param) or {},
             )
             return copied
         pieces = self._pieces[param]
         if not any(unit.kept for _, unit in pieces):
             return {}
-        return state_of(pieces, self._copied())
+        return state_of(pieces, self._field_reader())
 
     def _put_back(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
-        """Have a state that a user has written, or none."""
+        """Store a state that a user has changed, or delete it."""
         residency = self._usable()
-        if self._at_home:
-            self._put_home(param, state)
+        if self._in_memory:
+            self._set_in_memory(param, state)
             return
         buckets = [bucket for bucket, _ in self._pieces[param]]
         with self._interrupts.deferred():
@@ -1240,8 +1296,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                         unit.forget()
                 except UnplannedError as error:
                     raise ValueError(
-                        f"state: that of a parameter of shape {tuple(param.shape)} has been given {error}, and the "
-                        "optimizer makes no such state"
+                        f"state: {error}, was put into the state of a parameter of shape {tuple(param.shape)}; only "
+                        "tensors with the name, dtype and shape of those that the optimizer creates, and other tensors "
+                        f"below {plan.SMALL_NBYTES} bytes, can be stored"
                     ) from None
                 finally:
                     residency.release(bucket.index, dirty=True)
@@ -1250,38 +1307,40 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._settle_and_store(residency)
-            source = MappedFields(self._store, self._copied())
+            source = MappedFields(self._store, self._field_reader())
             mapped = {
                 param: state_of(self._pieces[param], source) for param in self._params_with_state()
             }
-            return {**mapped, **self._others}
+            return {**mapped, **self._extra_entries}
 
-    # Steps
+    # Checks and errors
 
     def _locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the lock, unless a thread of the parent process may hold it for ever."""
+        """Return the lock; raise in a child process after fork(), where a thread of the parent may hold it forever."""
         self._check_process()
         return self._lock
 
     def _usable(self, *, loading: bool = False) -> Residency:
+        """Return the residency; raise if the optimizer is closed, or (unless ``loading``) partly loaded."""
         if self._residency is None:
             raise ValueError("the offloaded optimizer is closed")
         if self._incomplete and not loading:
             raise RuntimeError(
-                "only a part of a state has been loaded, since that failed; another restore() or load_state_dict() is "
-                "needed"
+                "only a part of a state has been loaded because loading failed; call restore() or load_state_dict() "
+                "again"
             )
         return self._residency
 
     def _readable(self) -> Residency:
+        """Return the residency as :meth:`_usable` does; raise also if a step is half done."""
         residency = self._usable()
         if self._sweep is not None:
-            raise self._half_done("a step before failed")
+            raise self._half_done("a previous step failed")
         return residency
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
-        """Hold signals back, and say of a failure that nothing is lost."""
+        """Defer signals, and convert a StorageError into an OffloadError: no state is lost."""
         try:
             with self._interrupts.deferred():
                 yield
@@ -1292,21 +1351,27 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         assert self._sweep is not None
         sweep = self._sweep
         remedy = (
-            "It cannot be finished: the optimizer raised in the middle of it. load_state_dict() or restore() of an "
-            "earlier state go on, with the parameters of then"
+            "It cannot be finished, because the optimizer raised an exception. Go back to an earlier state with "
+            "load_state_dict() or restore(), and to the parameters of that time"
             if sweep.broken
-            else "retry() finishes it, with the gradients as they are"
+            else "Set the gradients with which the step began, unmodified, and call retry(); or go back to an earlier "
+            "state with load_state_dict() or restore(), and to the parameters of that time"
+        )
+        progress = (
+            f": {sweep.done} of {len(sweep.order)} buckets (groups of parameters that are stepped together) have been "
+            f"stepped, and the others have their values after step {self._steps}"
+            if sweep.order
+            else ""
         )
         return OffloadError(
-            f"step {self._steps + 1} is half done, {sweep.done} of {len(sweep.order)} buckets ({why}); the others are "
-            f"as after step {self._steps}. {remedy}",
+            f"step {self._steps + 1} is half done ({why}){progress}. {remedy}",
             step=self._steps,
             finished=False,
         )
 
     def _not_stored(self) -> OffloadError:
         return OffloadError(
-            f"step {self._steps} is whole, but a part of its state could not be stored; it is still in memory. "
+            f"step {self._steps} is complete, but a part of its state could not be stored; it is still in memory. "
             "retry() writes it again",
             step=self._steps,
             finished=True,
@@ -1314,30 +1379,30 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
 
 def refused_step(*_: Any, **__: Any) -> Any:
-    """Raise: it is the step() of an optimizer that has been offloaded."""
+    """Raise: this is the step() of an optimizer that has been offloaded."""
     raise RuntimeError(
-        "step(): this optimizer has been offloaded; call step() of what offload_optimizer() has returned"
+        "step(): this optimizer has been offloaded; call step() of the optimizer that offload_optimizer() returned"
     )
 
 
-# Schedulers that were made of the optimizer itself look for this.
+# Schedulers that were made with the original optimizer look for this attribute.
 refused_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _own(leaf: Any) -> Any:
-    """Return a leaf of a state that has memory of its own."""
+def _owned_copy(leaf: Any) -> Any:
+    """Return a copy of a leaf of a state, in separate memory."""
     return local_of(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _described(names: Sequence[str], values: Sequence[Any]) -> str:
+def _describe(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(
         f"{name} {tuple(value) if isinstance(value, torch.Size) else value}"
         for name, value in zip(names, values, strict=True)
     )
 
 
-def _by_param(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[tuple[Bucket, Unit]]]:
-    """Return the units of each parameter."""
+def _units_by_param(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[tuple[Bucket, Unit]]]:
+    """Return the buckets and units of each parameter."""
     found: dict[torch.Tensor, list[tuple[Bucket, Unit]]] = {}
     for bucket in buckets:
         for unit in bucket.units:
@@ -1345,8 +1410,8 @@ def _by_param(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[tuple[Bucket
     return found
 
 
-def _kinds(buckets: Sequence[Bucket]) -> list[Any]:
-    """Return what of a plan decides whether state can stay where it is."""
+def _layout_key(buckets: Sequence[Bucket]) -> list[Any]:
+    """Return the properties of a layout that are compared: if they differ, existing state must be moved."""
     return [
         (
             unit.index,
@@ -1363,7 +1428,7 @@ def _kinds(buckets: Sequence[Bucket]) -> list[Any]:
 
 
 class Sweep:
-    """A step's way through buckets."""
+    """One pass over buckets, in which each is stepped once; its progress allows a retry."""
 
     def __init__(
         self,
@@ -1377,15 +1442,17 @@ class Sweep:
         self.function = function
         self.scaling = scaling
         self.is_step = is_step
-        self.ends = True  # with the buckets of its order; others may follow
-        self.done = 0
-        self.broken = False  # in the middle of a bucket
-        self.snapshot: Any = None  # of what the step began with
+        # Whether the step is complete after the buckets in `order`. If not, more buckets will be appended to `order`.
+        self.ends = True
+        self.done = 0  # the number of buckets that have been stepped
+        # Whether the optimizer raised in the middle of a bucket: set before each call, and cleared after it.
+        self.broken = False
+        self.snapshot: Any = None  # the values that the step began with
         self._gradients: dict[torch.Tensor, Any] = {}
 
     def is_checked(self, steps: int) -> bool:
-        """Return whether the next bucket is one of those that are stepped twice, in two ways, and compared."""
-        # One bucket in the steps 1, 2, 4, 8, ... and another one each time.
+        """Return whether the next bucket is stepped in two ways to compare the results."""
+        # One bucket per step after 0, 1, 2, 4, 8, ... complete steps, and a different bucket each time.
         return (
             bool(self.order)
             and not steps & (steps - 1)
@@ -1393,7 +1460,7 @@ class Sweep:
         )
 
     def note_gradients(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Note gradients as they are, which those of a retry must be."""
+        """Record the identity and version of gradients, which must be unchanged for a retry."""
         for param, grad in gradients:
             self._gradients[param] = None if grad is None else (weakref.ref(grad), grad._version)
 
@@ -1402,7 +1469,7 @@ class Sweep:
         buckets: Sequence[Bucket],
         gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> torch.Tensor | None:
-        """Return a parameter of what is left whose gradient is another one, or was written to."""
+        """Return a parameter in the remaining buckets with another or a modified gradient, or None."""
         for index in self.order[self.done :]:
             for unit in buckets[index].units:
                 noted, grad = self._gradients.get(unit.param), gradient_of(unit.param)
@@ -1416,7 +1483,7 @@ class Sweep:
 
 
 def ranks() -> int:
-    """Return how many ranks there are."""
+    """Return the number of ranks."""
     return torch.distributed.get_world_size() if _is_distributed() else 1
 
 
@@ -1425,27 +1492,27 @@ def _is_distributed() -> bool:
 
 
 def _common_step(steps: list[int]) -> int | None:
-    """Return the newest of the committed steps that all ranks have; None where no rank has any.
+    """Return the newest committed step that all ranks have, or None if no rank has any.
 
     Raises
     ------
     RuntimeError
-        There is none, and some ranks have committed steps; it has those of each rank, and is raised on all of them.
+        Some ranks have committed steps, but none in common. The message lists them; it is raised on all ranks.
     """
     of_ranks: list[Any] = [None] * ranks()
     torch.distributed.all_gather_object(of_ranks, steps)
     common = set(steps).intersection(*of_ranks)
     if common or not any(of_ranks):
         return max(common, default=None)
-    told = ", ".join(f"rank {rank}: {each or None}" for rank, each in enumerate(of_ranks))
+    listed = ", ".join(f"rank {rank}: {each or None}" for rank, each in enumerate(of_ranks))
     raise RuntimeError(
-        f"ranks have no committed step in common ({told}), and cannot go on together. What helps: restore a "
-        "checkpoint that all have, or discard_committed() on all of them"
+        f"ranks have no committed step in common ({listed}) and cannot continue together. Remedy: restore a checkpoint "
+        "that all ranks have, or call discard_committed() on all of them"
     )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what is not an optimizer, or is offloaded already."""
+    """Raise if the argument is not an optimizer, or is offloaded already."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
     if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
@@ -1458,18 +1525,18 @@ def opened_store(
     commit: Commit,
     undo: contextlib.ExitStack,
 ) -> tuple[TensorStore, list[Saved]]:
-    """Return a store in directories, and what an earlier run has committed there; ``undo`` closes both."""
+    """Return a store in directories, and the commits of an earlier run there; ``undo`` closes all of them."""
     paths = directories if commit == "none" else of_this_rank(directories)
     store = TensorStore(paths, weights=weights, temporary=commit == "none")
     undo.callback(store.close)
-    earlier = [] if commit == "none" else committed(of_this_rank(directories))
+    earlier = [] if commit == "none" else open_commits(of_this_rank(directories))
     for each in earlier:
         undo.callback(each.close)
     return store, earlier
 
 
 def of_this_rank(path: Path | Sequence[Path]) -> list[str]:
-    """Return the paths that are this rank's, where there are several ranks."""
+    """Return paths with this rank's subdirectory if there are several ranks."""
     paths: list[Any] = list(path) if isinstance(path, (list, tuple)) else [path]
     names: list[str] = [os.fsdecode(each) for each in paths]
     if not _is_distributed():

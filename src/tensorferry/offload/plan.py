@@ -1,9 +1,11 @@
-"""Which parameter's state lies where: units, and the buckets that they are packed into.
+"""Placement of optimizer state: cuts parameters into units and packs units into buckets.
 
-A unit is a parameter, or a piece of a large one whose optimizer treats each element by itself. Its state has fields,
-tensors that are swapped, and small values that stay in memory. A bucket is one tensor in the store: the fields of
-several small units, or of one piece. How units are cut and packed depends on the parameters and the optimizer, never on
-the memory budget: so any budget can use what another one has stored. This is arithmetic; nothing is moved here.
+A unit is a parameter, or a piece of a large parameter if the optimizer treats each element independently. Its state
+consists of fields, which are tensors on drives, and of small values, which stay in memory. If the optimizer steps a
+copy of the parameter in another dtype (``master_dtype``), this copy, the *master*, is a field, too. A bucket is one
+tensor in the store: the fields of several small units, or of one piece. Units and buckets depend on the parameters and
+the optimizer and never on the memory budget, so state that was stored with one budget can be used with any other. This
+module only computes the layout and moves no data.
 """
 
 from __future__ import annotations
@@ -26,30 +28,30 @@ if TYPE_CHECKING:
     from tensorferry.transfer.futures import Future
 
 PAGE_NBYTES = 4096
-# Fields that are smaller need not begin at a page.
+# Smaller fields need not begin at a page.
 PACKED_NBYTES = 16 << 10
 _PACKED_ALIGNMENT = 64
 
-# Pieces begin at multiples of this many elements: whole pages, whatever the dtype, and no vector unit's tail within.
+# Pieces begin at multiples of this many elements: whole pages for each dtype, and whole vectors for kernels.
 GRANULE = 4096
 
-# A bucket is one of some hundred, so that a small budget has room for several. Larger ones than these gain nothing.
+# State is divided into about 256 buckets, so even a small budget holds several. Buckets above 8 MiB gain nothing.
 _BUCKETS = 256
 _MIN_BUCKET_NBYTES, _MAX_BUCKET_NBYTES = 64 << 10, 8 << 20
 
-# One bucket is read, one is stepped and one is written.
+# One bucket is read, one is stepped and one is written at the same time.
 MIN_BUCKETS = 3
 
-# Smaller tensors of other shapes than the parameter's stay in memory.
+# Tensors smaller than this stay in memory, unless they have the parameter's shape.
 SMALL_NBYTES = 1024
 
 MASTER = "master"
 
 
 class Field(NamedTuple):
-    """A tensor in a bucket: one of a unit's state, its master, or a parameter of a slab."""
+    """A tensor in a bucket: a tensor of a unit's state, the unit's master, or one parameter or gradient in a slab."""
 
-    name: str  # where it is in the state; "" in a slab
+    name: str  # its key or path in the state; "" in a slab
     offset: int  # in the bucket
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,36 +60,35 @@ class Field(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """The field's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Return it in a bucket's bytes."""
+        """Return a view of the field in a bucket's bytes."""
         elements = bucket[self.offset : self.offset + self.nbytes].view(self.dtype)
         return elements.as_strided(self.shape, self.stride)
 
 
 @dataclass(eq=False)
 class Unit:
-    """A parameter, or elements [start, stop) of one, and what is known of its state beside the fields.
+    """A parameter, or elements [start, stop) of one, with its fields and the rest of its state.
 
-    ``leaves`` has the values of its state in the order of ``spec``, None where a field has the value; it is None before
-    the optimizer has made state.
+    ``leaves`` has the values of the state in the order of ``spec``, with None for values that are in fields. ``leaves``
+    is None until the optimizer has created state.
     """
 
     index: int  # of the parameter, in the order of the groups
     param: torch.Tensor = field(repr=False)
     start: int = 0
-    stop: int | None = None  # None: all of it, as it is
+    stop: int | None = None  # None: the whole parameter
     fields: list[Field] = field(default_factory=list)
-    dtype: torch.dtype | None = None  # of what is stepped for it
-    layout: tuple[
-        int, ...
-    ] = ()  # the parameter's strides, which the order of elements in pieces is
-    has_master: bool = False  # its master is in the bucket
+    dtype: torch.dtype | None = None  # of the tensor that the optimizer steps for the parameter
+    # The parameter's strides, which determine the order of elements in pieces.
+    layout: tuple[int, ...] = ()
+    has_master: bool = False  # whether the bucket already contains the unit's master
     leaves: list[Any] | None = None
     spec: Any = None
-    #: The places in ``leaves`` of what lies in fields, with these.
+    #: The indexes in ``leaves`` of values that are in fields, with the fields.
     swapped: list[tuple[int, Field]] = field(default_factory=list)
     _views: tuple[torch.Tensor, dict[str | None, torch.Tensor]] | None = field(
         default=None, repr=False
@@ -95,17 +96,17 @@ class Unit:
 
     @property
     def kept(self) -> bool:
-        """Whether there is anything of it that a state dict has."""
+        """Whether the unit has anything that belongs into a state dict."""
         return self.leaves is not None or self.has_master
 
     @property
     def master(self) -> Field | None:
-        """The field of its master, if it has one."""
+        """The field of the master, or None."""
         first = self.fields[0] if self.fields else None
         return first if first is not None and first.is_master else None
 
     def view(self, each: Field, bucket: torch.Tensor) -> torch.Tensor:
-        """Return a field in a bucket's bytes; made once as long as these stay where they are."""
+        """Return a view of a field in a bucket's bytes; views are cached until another tensor is passed."""
         if self._views is None or self._views[0] is not bucket:
             self._views = bucket, {}
         views, key = self._views[1], None if each.is_master else each.name
@@ -114,17 +115,17 @@ class Unit:
         return views[key]
 
     def forget(self) -> None:
-        """Have no state."""
+        """Forget the unit's state."""
         self.leaves, self.spec, self.swapped, self.has_master = None, None, [], False
 
     def forget_views(self) -> None:
-        """Keep no memory of a bucket's."""
+        """Drop cached views, which keep a bucket's memory alive."""
         self._views = None
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Units whose fields are one tensor in the store."""
+    """Units with their fields in one tensor of the store."""
 
     index: int
     nbytes: int = 0
@@ -132,15 +133,15 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """What the store calls it."""
+        """The tensor's name in the store."""
         return f"bucket-{self.index:06d}"
 
     def read(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to read it."""
+        """Begin to read the bucket."""
         return store.read(self.name, memory)
 
     def write(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to write it."""
+        """Begin to write the bucket."""
         return store.write(self.name, memory)
 
 
@@ -151,7 +152,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten(state: Any) -> tuple[list[Any], Any]:
-    """Return a state's leaves, and what makes a state of leaves again."""
+    """Return a state's leaves, and the structure from which :func:`unflatten` rebuilds the state."""
     if type(state) is dict and not any(
         isinstance(value, (dict, list, tuple, deque)) for value in state.values()
     ):
@@ -168,19 +169,19 @@ def names_in(spec: Any) -> list[str]:
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """Return the state of leaves."""
+    """Return the state with these leaves."""
     if isinstance(spec, tuple):
         return dict(zip(spec, leaves, strict=True))
     return _pytree.tree_unflatten(leaves, spec)
 
 
 def is_swapped(leaf: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Return whether a tensor of the state of a parameter of a shape has a field, or stays in memory."""
+    """Return whether a state tensor, of a parameter of this shape, is stored in a field; others stay in memory."""
     return leaf.nbytes >= SMALL_NBYTES or bool(leaf.dim() and leaf.shape == shape)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a range of memory, in whatever order."""
+    """Return whether a tensor's elements fill a range of memory without gaps, in any order."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 1:
@@ -192,14 +193,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def check_params(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse parameters that cannot be stepped by themselves, whatever the optimizer.
+    """Raise if no optimizer could step the parameters independently of each other.
 
     Raises
     ------
     ValueError
-        One is there twice, or shares memory with another.
+        A parameter occurs twice, or shares memory with another.
     NotSeparableError
-        One has no elements in memory: it is sparse, say.
+        A parameter is not a dense tensor in memory.
     """
     ranges: list[tuple[int, int, int, torch.Tensor]] = []
     seen: set[torch.Tensor] = set()
@@ -216,8 +217,8 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
             seen.add(param)
             if param.layout != torch.strided:
                 raise NotSeparableError(
-                    f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has the layout {param.layout}, "
-                    "and only dense ones (torch.strided) can be offloaded"
+                    f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has the layout {param.layout}; "
+                    "only dense parameters (torch.strided) can be offloaded"
                 )
             local = local_of(param)
             if local.numel() and local.untyped_storage().nbytes():
@@ -228,21 +229,24 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
                 begin = local.data_ptr()
                 ranges.append((begin, begin + (last + 1) * local.itemsize, number, local))
     ranges.sort(key=lambda each: each[0])
-    reach, one = 0, torch.empty(0, device="cpu")  # the end of what reaches furthest, so far
+    # The ranges are sorted by their first byte, so an earlier range that ends before one begins overlaps no later one.
+    earlier: list[tuple[int, torch.Tensor]] = []
     for begin, end, number, other in ranges:
-        if begin < reach and _share_elements(one, other):
-            raise ValueError(
-                f"optimizer: param_groups[{number}] has a parameter of shape {tuple(other.shape)} that shares memory "
-                f"with another one, of shape {tuple(one.shape)}: what they become depends on the order of their steps"
-            )
-        if end > reach:
-            reach, one = end, other
+        earlier = [each for each in earlier if each[0] > begin]
+        for _, one in earlier:
+            if _share_elements(one, other):
+                raise ValueError(
+                    f"optimizer: param_groups[{number}] has a parameter of shape {tuple(other.shape)} that shares "
+                    f"memory with another one of shape {tuple(one.shape)}: the result would depend on the order of "
+                    "their steps"
+                )
+        earlier.append((end, other))
 
 
 def check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Refuse a dtype that masters cannot have."""
+    """Raise if the masters of an optimizer's parameters cannot have this dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"master_dtype: {dtype!r} is no torch.dtype")
+        raise TypeError(f"master_dtype: {dtype!r} is not a torch.dtype")
     if not dtype.is_floating_point:
         raise ValueError(f"master_dtype: {dtype} is not floating-point")
     for number, group in enumerate(optimizer.param_groups):
@@ -253,7 +257,7 @@ def check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors whose ranges of memory meet have an element in common."""
+    """Return whether two tensors with overlapping ranges of memory have an element in common."""
     if (
         one.dtype != other.dtype
         or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
@@ -267,16 +271,16 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Planner:
-    """Cuts and packs parameters, in their order, into buckets.
+    """Cuts parameters into units and packs these, in their order, into buckets.
 
     Parameters
     ----------
     probe : Probe
-        Knows which state the optimizer makes, and which parameters may be cut.
+        Finds out which state the optimizer creates, and which parameters may be cut.
     master_dtype : torch.dtype, optional
-        Units whose parameters have another dtype step a copy of this one, which is a field.
+        The optimizer steps parameters of another dtype as masters of this dtype, which are fields.
     params_nbytes : float
-        How many bytes of parameters the units of a bucket have at most, if they are several.
+        The largest number of bytes of parameters in a bucket, unless it has a single unit.
     """
 
     def __init__(
@@ -291,13 +295,15 @@ class Planner:
         self._params_nbytes = params_nbytes
 
     def step_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """Return the dtype of what the optimizer steps for a parameter."""
+        """Return the dtype of the tensor that the optimizer steps for a parameter."""
         return self._master_dtype or param.dtype
 
     def pack(
         self, groups: Sequence[dict[str, Any]], first_param: int = 0, first_bucket: int = 0
     ) -> list[Bucket]:
-        """Return the buckets of groups' parameters, which are counted from ``first_param`` on.
+        """Return the buckets for the parameters of groups; number them from ``first_bucket``.
+
+        ``first_param`` is the number of the first parameter.
 
         Raises
         ------
@@ -305,13 +311,18 @@ class Planner:
             A parameter cannot be stepped, or its state cannot be stored.
         """
         units = [
-            (self._whole(index, group, param), group)
+            (self._uncut_unit(index, group, param), group)
             for index, (group, param) in enumerate(
                 ((group, param) for group in groups for param in group["params"]), first_param
             )
         ]
-        # The total is of the units before they are cut, so that it is known now.
+        # The size of buckets is computed from uncut units, because the cuts depend on this size.
         size = bucket_nbytes(sum(_nbytes_of(unit) for unit, _ in units))
+        # An optimizer without state, such as plain SGD, would otherwise step a whole small model in one bucket.
+        max_params_nbytes = self._params_nbytes
+        if max_params_nbytes < math.inf:
+            all_nbytes = sum(local_of(unit.param).nbytes for unit, _ in units)
+            max_params_nbytes = min(max_params_nbytes, bucket_nbytes(all_nbytes))
         buckets = [Bucket(first_bucket)]
         params_nbytes = 0  # of the last bucket
         for unit, group in units:
@@ -319,23 +330,23 @@ class Planner:
                 own_nbytes = local_of(piece.param).nbytes
                 full = (
                     buckets[-1].nbytes + _nbytes_of(piece) > size
-                    or params_nbytes + own_nbytes > self._params_nbytes
+                    or params_nbytes + own_nbytes > max_params_nbytes
                 )
                 if buckets[-1].units and (piece.start or full):
                     buckets.append(Bucket(first_bucket + len(buckets)))
                     params_nbytes = 0
                 params_nbytes += own_nbytes
-                _place(piece, buckets[-1])
+                _add_to_bucket(piece, buckets[-1])
         return buckets if buckets[-1].units else []
 
-    def _whole(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Unit:
-        """Return a parameter's unit, with its fields anywhere."""
+    def _uncut_unit(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Unit:
+        """Return a parameter's uncut unit; its fields do not have offsets yet."""
         local, dtype = local_of(param), self.step_dtype(param)
         found = self._probe.behaviour(group, param, dtype)
         if local.shape != param.shape and not found.pointwise:
             raise NotSeparableError(
                 f"optimizer: a parameter of shape {tuple(param.shape)} is sharded, and the step depends on all of it; "
-                "what would help: an element-wise optimizer, such as AdamW"
+                "remedy: an element-wise optimizer, such as AdamW"
             )
         unit = Unit(index, param, dtype=dtype, layout=tuple(local.stride()))
         if param.dtype != dtype:
@@ -351,7 +362,7 @@ class Planner:
         return unit
 
     def _pieces(self, unit: Unit, group: dict[str, Any], size: int) -> Iterator[Unit]:
-        """Yield a unit, or pieces of it that fit a bucket."""
+        """Yield the unit itself, or pieces of it that fit a bucket."""
         local = local_of(unit.param)
         may_be_cut = (
             _nbytes_of(unit) > size
@@ -363,7 +374,7 @@ class Planner:
             yield unit
             return
         element_nbytes = sum(each.dtype.itemsize for each in unit.fields)
-        usable = size - len(unit.fields) * PAGE_NBYTES  # each field may need padding
+        usable = size - len(unit.fields) * PAGE_NBYTES  # padding: each field begins at a page
         count = max(usable // element_nbytes // GRANULE, 1) * GRANULE
         for start in range(0, local.numel(), count):
             stop = min(start + count, local.numel())
@@ -375,16 +386,16 @@ class Planner:
 
 
 def bucket_nbytes(total_nbytes: int) -> int:
-    """Return how large buckets of so much state are."""
+    """Return the size of buckets for this many bytes of state."""
     size = min(max(total_nbytes // _BUCKETS, _MIN_BUCKET_NBYTES), _MAX_BUCKET_NBYTES)
     return paged(size)
 
 
 def needed_nbytes(buckets: Sequence[Bucket], at_once: int = 1) -> int:
-    """Return the memory that buckets need to pass through.
+    """Return the memory that is needed to step buckets one after the other.
 
-    So many of the largest are in memory at once. Three of the usual size are, too: one is read, one is stepped and one
-    is written.
+    It must hold the ``at_once`` largest buckets, and also three buckets of the usual size: one is read, one is stepped
+    and one is written. It need not be larger than all buckets together.
     """
     sizes = sorted((paged(bucket.nbytes) for bucket in buckets), reverse=True)
     usual = bucket_nbytes(sum(sizes))
@@ -394,12 +405,12 @@ def needed_nbytes(buckets: Sequence[Bucket], at_once: int = 1) -> int:
 def check_budget(
     budget_nbytes: int, buckets: Sequence[Bucket], at_once: int = 1, *, usual: bool = True
 ) -> None:
-    """Refuse a budget that is too small: for the largest buckets, and for three of the ``usual`` size.
+    """Raise if a budget cannot hold the ``at_once`` largest buckets or, with ``usual``, three of the usual size.
 
     Raises
     ------
     MemoryBudgetError
-        It says how much is needed.
+        ``needed_nbytes`` is the smallest sufficient budget.
     """
     sizes = sorted((paged(bucket.nbytes) for bucket in buckets), reverse=True)
     needed = needed_nbytes(buckets, at_once) if usual else sum(sizes[:at_once])
@@ -407,19 +418,19 @@ def check_budget(
         return
     largest = max(bucket.nbytes for bucket in buckets)
     raise MemoryBudgetError(
-        f"memory_budget: {budget_nbytes} bytes are too few; {needed} are needed at least: the largest piece of state "
-        f"that must stay whole has {largest} bytes",
+        f"memory_budget: {budget_nbytes} bytes are not enough, {needed} are needed for the buckets of state that are "
+        f"in memory at the same time; the largest bucket has {largest} bytes",
         needed,
     )
 
 
-def _place(unit: Unit, bucket: Bucket) -> None:
+def _add_to_bucket(unit: Unit, bucket: Bucket) -> None:
     unit.fields = [placed(each, bucket, is_piece=unit.stop is not None) for each in unit.fields]
     bucket.units.append(unit)
 
 
 def placed(each: Field, bucket: Bucket, *, is_piece: bool = False) -> Field:
-    """Return a field that lies behind all others of a bucket, which grows by it."""
+    """Return a copy of a field with an offset behind all other fields of a bucket, and enlarge the bucket."""
     alignment = _alignment(each, is_piece)
     offset = -(-bucket.nbytes // alignment) * alignment
     bucket.nbytes = offset + each.nbytes
@@ -427,12 +438,12 @@ def placed(each: Field, bucket: Bucket, *, is_piece: bool = False) -> Field:
 
 
 def _alignment(each: Field, is_piece: bool) -> int:
-    # Large fields, and the pieces of one, are mapped from the store.
+    # Large fields, and the fields of pieces, begin at a page, because the store maps them into memory.
     return PAGE_NBYTES if is_piece or each.nbytes >= PACKED_NBYTES else _PACKED_ALIGNMENT
 
 
 def _nbytes_of(unit: Unit) -> int:
-    """Return the bytes that a unit takes at most in a bucket, padding included."""
+    """Return the most bytes that a unit can need in a bucket, padding included."""
     is_piece = unit.stop is not None
     return sum(each.nbytes + _alignment(each, is_piece) - 1 for each in unit.fields)
 
@@ -443,5 +454,5 @@ def paged(nbytes: int) -> int:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides, or where it has gaps those that torch gives a tensor made like it."""
+    """Return a tensor's strides; for a tensor with gaps, the strides that ``torch.empty_like`` gives it."""
     return tuple(torch.empty_like(tensor, device="meta").stride())

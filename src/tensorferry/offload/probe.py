@@ -1,13 +1,13 @@
-"""What an optimizer's step does to its parameters: read from the operations that it calls, and tried.
+"""Trials of an optimizer's step: find out what it depends on, and which state it makes.
 
-A step is *separable* if each parameter's update depends on that parameter, its gradient, its state and the values of
-groups and attributes alone: then parameters may be stepped one after the other, and their state need not be in memory
-together. It is *element-wise* if the same holds for every element: then a parameter may be cut.
+A step is *separable* if the update of each parameter depends only on that parameter, its gradient, its state and the
+values of groups and attributes. Then parameters may be stepped one after the other, and their state need not be in
+memory together. A step is *element-wise* if the same holds for each element. Then a parameter may be cut into pieces.
 
-The trial lends the optimizer the user's own parameters, with small data, and steps some of them together and then one
-after the other as real steps do: with gradients that come and go, that are large, infinite and NaN. Results must be
-equal bit for bit. A parameter may be cut only where the operations of its step are all known to treat each element by
-itself (`dryrun`), and pieces of various lengths have arrived at the same bits as the whole.
+A trial lends the optimizer the user's own parameters with small data. It steps some of them together, and then one
+after the other, with gradients as in real steps: sometimes missing, large, infinite or NaN. The results must be equal
+bit for bit. A parameter may be cut only if all operations of its step are known to be element-wise (`dryrun`), and if
+pieces of various lengths have given the same bits as the whole parameter.
 """
 
 from __future__ import annotations
@@ -21,49 +21,53 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from tensorferry.offload.counted import (
+from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, DryRunResult, dry_run, same_trace
+from tensorferry.offload.errors import NotSeparableError
+from tensorferry.offload.lending import Lender, class_method
+from tensorferry.offload.optimizer_snapshot import (
     ATOMS,
-    Draws,
+    RngSnapshot,
     Snapshot,
     differing,
     frozen,
     reaches_tensor,
     same,
 )
-from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, Traced, dry_run, same_trace
-from tensorferry.offload.errors import NotSeparableError
-from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
-from tensorferry.offload.states import CLASSES
+from tensorferry.offload.states import PLAIN_TENSOR_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# Powers of ten of gradients in the steps of a trial. They become smaller, and larger than all before: some are limited
-# by what has been. More steps follow, since some begin otherwise than they go on (RAdam's first five do not adapt).
+# Powers of ten for the gradients, one for each step of a trial. Gradients become smaller, and larger than all before,
+# because some optimizers clip by past gradients. There are ten steps, because the first steps of some optimizers differ
+# from the later ones (RAdam's first five).
 _POWERS = (0, -1, 1, 0, 0, 4, 0, -6, 0, 0)
 
-# In the last two steps some gradients are infinite, or NaN.
+# In the last two steps some gradients are infinite or NaN.
 _FIRST_NOT_FINITE = len(_POWERS) - 2
 
-# No parameter of a trial is longer in any dimension: steps that take roots of matrices take long.
+# The largest length of a dimension of a trial's parameters, by the number of dimensions, and the most parameters in a
+# trial: steps that compute roots of matrices are slow.
 _MAX_LENGTHS = {1: 64, 2: 24, 3: 8}
 _MAX_TRIED = 24
 
-# How large the elements of parameters are, one after the other: what a step does is rounded away where they are large.
+# Magnitudes of the elements of trial parameters. Small ones are needed: rounding hides small updates of large elements.
 _MAGNITUDES = (1.0, 1.0, 1e-1, 1.0, 1e-2, 1e-4, 1e-6, 0.0)
 
-# What a group is tried with while its rate is smaller, as at the beginning of a warm-up: nothing would move.
+# The learning rate in a trial if a group's own is smaller. At the beginning of a warm-up, for example, the rate may be
+# 0, with which a trial would change no parameter and show nothing.
 _RATE = 1e-3
 
-# Kernels of torch's round the elements that do not fill a vector otherwise than the rest, for bfloat16 for one, and
-# such are wherever a thread ends. Pieces of odd lengths show it. Fused kernels let threads end at cache lines; for
-# these cutting at granules is tried, with enough elements for several threads (32,768 each).
+# Some of torch's kernels, for bfloat16 among others, round the elements that do not fill a vector differently, and each
+# thread's range may end with such elements. Cuts of a small parameter at odd lengths reveal this. With fused kernels,
+# the ranges of threads end at cache lines, so only the cuts of a large parameter at multiples of GRANULE are tried,
+# with enough elements for several threads (32,768 each).
 _CUT_NUMEL, _ODD_CUTS = 7680, (*range(0, 7680, 509), 7680)
 _LARGE_NUMEL, _LARGE_CUTS = 131101, (0, GRANULE, 11 * GRANULE, 131101)
 
-# Operations whose pieces were compared in this process, and whether they agreed.
-_agreed: dict[int, bool] = {}
+# Whether pieces gave the same bits as the whole parameter, by a hash of the step's operations; at most 1000 results.
+_piece_agreement: dict[int, bool] = {}
 _MAX_AGREED = 1000
 
 
@@ -73,7 +77,7 @@ class Probe:
     Raises
     ------
     NotSeparableError
-        It may do what cannot be seen.
+        The optimizer may do things that a trial cannot observe.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, lender: Lender) -> None:
@@ -81,16 +85,20 @@ class Probe:
         self._lender = lender
         self._name = type(optimizer).__name__
         self._refuse_own_step()
-        self._knows_params = Snapshot(optimizer).knows_params
-        self._found: dict[Any, Traced] = {}
+        self._refers_to_params = Snapshot(optimizer).refers_to_params
+        self._behaviours: dict[Any, DryRunResult] = {}
+        # Whether gradients may be redistributed before the step; see check_placed().
         self._placed: dict[Any, bool] = {}
-        self._pieces: dict[Any, Traced | None] = {}  # of what may be cut, whatever its shape
-        #: When parameters may be without a gradient: any time, only from the second step on, or never.
+        # The dry run of a piece, or None if parameters must not be cut; the same for parameters of any shape.
+        self._pieces: dict[Any, DryRunResult | None] = {}
+        #: Which parameters must have gradients: "any" if gradients may be missing in any step, "from the first step" if
+        #: they may be missing in later steps only, "always" if they may never be missing.
         self.gradients = "any"
-        self._shrunk = True
-        # The optimizer's own state is given away; what a parameter begins with is kept for later groups.
-        self._begun: dict[torch.Tensor, Any] = {}
-        self.note_begun(
+        # Whether trials use small parameters instead of the true shapes.
+        self._uses_small_shapes = True
+        # The optimizer's own state will be moved to drives; trials of later groups need the initial state.
+        self._initial_state: dict[torch.Tensor, Any] = {}
+        self.record_initial_state(
             {
                 param: optimizer.state.get(param)
                 for group in optimizer.param_groups
@@ -98,50 +106,52 @@ class Probe:
             }
         )
 
-    def note_begun(self, states: Mapping[torch.Tensor, Any]) -> None:
-        """Note what state parameters have already: an optimizer may make it once, and never again."""
+    def record_initial_state(self, states: Mapping[torch.Tensor, Any]) -> None:
+        """Record state that parameters already have: an optimizer may create it once and never again."""
         for param, state in states.items():
-            if state or param not in self._begun:
-                self._begun[param] = _small_state(state or {}, local_of(param))
+            if state or param not in self._initial_state:
+                self._initial_state[param] = _small_state(state or {}, local_of(param))
 
     def _refuse_own_step(self) -> None:
+        """Raise if a step() was set on the optimizer object, except by a scheduler."""
         step: Any = vars(self._optimizer).get("step")
         while getattr(step, "_wrapped_by_lr_sched", False):
-            step = getattr(
-                step, "__wrapped__", None
-            )  # a scheduler's, which notes that it was called
+            # A scheduler's wrapper, which only counts calls.
+            step = getattr(step, "__wrapped__", None)
         own: Any = type(self._optimizer).step
         if step is not None and getattr(step, "__func__", step) is not own:
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded: a step() was set on this very object, and what it does beside that "
-                "of its class cannot be seen. What would help: hooks (register_step_pre_hook), or a class of your own"
+                f"{self._name} cannot be offloaded: optimizer.step has been replaced on this object, and tensorferry "
+                "cannot check what the replacement does. Remedy: hooks (register_step_pre_hook), or your own class"
             )
 
-    # How parameters are stepped, each by itself
+    # How each parameter is stepped
 
-    def behaviour(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Traced:
-        """Return how a parameter of a group is stepped as one of a dtype.
+    def behaviour(
+        self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype
+    ) -> DryRunResult:
+        """Return how a parameter of a group is stepped in a dtype.
 
         Raises
         ------
         NotSeparableError
-            It cannot be stepped, or its state cannot be stored.
+            The parameter cannot be stepped, or its state cannot be stored.
         """
         key = self._key(group, param, dtype)
-        if key not in self._found:
+        if key not in self._behaviours:
             local = local_of(param)
-            found = self._tried_dry(param, local.shape, local.stride())
+            found = self._dry_run(param, local.shape, local.stride())
             if found is not None and found.reads:
-                # What it does next depends on values: it may skip gradients that are not finite, say. State is what it
-                # makes either way.
-                other = self._tried_dry(param, local.shape, local.stride(), answer=False)
+                # The step branches on values, for example to skip gradients that are not finite. Plan for the state
+                # of both branches.
+                other = self._dry_run(param, local.shape, local.stride(), answer=False)
                 if other is not None:
                     found = found._replace(state={**other.state, **found.state})
             if found is None:
-                found = Traced(self._stepped_alone(param), False, [])
+                found = DryRunResult(self._state_after_steps(param), False, [])
             self._refuse_state(found.state)
-            self._found[key] = found
-        return self._found[key]
+            self._behaviours[key] = found
+        return self._behaviours[key]
 
     def may_be_cut(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> bool:
         """Return whether a parameter may be stepped in pieces."""
@@ -151,7 +161,7 @@ class Probe:
         values, (_, device, _, _, grad_dtype), *more = self._key(group, param, dtype)
         key = (values, dtype, device, grad_dtype, *more)
         if key not in self._pieces:
-            piece = self._tried_dry(param, (GRANULE,), (1,))
+            piece = self._dry_run(param, (GRANULE,), (1,))
             agrees = (
                 piece is not None and piece.pointwise and self._pieces_agree(group, param, piece)
             )
@@ -160,35 +170,36 @@ class Probe:
         return (
             piece is not None
             and same_trace(whole.trace, piece.trace)
-            and _cut_alike(whole.state, local_of(param).shape, piece.state)
-            and self.acts_on_elements(param)
+            and _piece_state_matches(whole.state, local_of(param).shape, piece.state)
+            and self.may_step_in_pieces(param)
         )
 
-    def acts_on_elements(self, param: torch.Tensor) -> bool:
-        """Return whether the next step of a parameter may be done in pieces, as groups and state are now."""
+    def may_step_in_pieces(self, param: torch.Tensor) -> bool:
+        """Return whether the next step of a parameter may be done in pieces, with groups and state as they are now."""
         local = local_of(param)
-        whole = self._tried_dry(param, local.shape, local.stride(), now=True)
-        piece = self._tried_dry(param, (GRANULE,), (1,), now=True)
-        if whole is None or piece is None:  # it raises: so will the real step
+        whole = self._dry_run(param, local.shape, local.stride(), now=True)
+        piece = self._dry_run(param, (GRANULE,), (1,), now=True)
+        if whole is None or piece is None:  # the dry run raised, and the real step will raise, too
             return True
         return whole.pointwise and piece.pointwise and same_trace(whole.trace, piece.trace)
 
     def forget(self) -> None:
-        """Try all anew: what a step does has changed."""
-        self._found.clear()
+        """Forget all results: the step does something different now."""
+        self._behaviours.clear()
         self._pieces.clear()
 
     def _key(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Return everything on which the behaviour of a parameter's step may depend."""
         local = local_of(param)
         return (
             pattern(group, numbers=True),
             (dtype, local.device, local.shape, local.stride(), _grad_dtype(param)),
             attributes_of(param),
-            id(param) if self._knows_params else None,
-            _kind_of(self._begun.get(param)),
+            id(param) if self._refers_to_params else None,
+            _state_key(self._initial_state.get(param)),
         )
 
-    def _tried_dry(
+    def _dry_run(
         self,
         param: torch.Tensor,
         shape: Sequence[int],
@@ -196,18 +207,20 @@ class Probe:
         *,
         answer: bool = True,
         now: bool = False,
-    ) -> Traced | None:
-        """Step a parameter of this shape without arithmetic: one that moves, or one step as its group is ``now``."""
+    ) -> DryRunResult | None:
+        """Dry-run the steps of a trial for a parameter of this shape, or one step with its group as it is ``now``.
+
+        ``answer`` is the result of each comparison of values. Return None if the step raises without values.
+        """
         target = self._lender.target_of(param)
         device = target.device if target.device.type == "cpu" else torch.device("meta")
-        # Its memory is never touched, so that it takes none.
+        # The memory is never touched, so the system does not allocate pages for it.
         data = torch.empty_strided(shape, stride, dtype=target.dtype, device=device)
-        if (
-            data.device != target.device
-        ):  # on the device meta: no parameter of the user's can be there
+        # A parameter's `.data` cannot be on another device than the parameter, so make a new one on the meta device.
+        if data.device != target.device:
             target = torch.nn.Parameter(data)
             target.__dict__.update(vars(param))
-        with self._lent(
+        with self._lend(
             {param: (target, data)}, only=[param], values=False, moving=not now
         ) as optimizer:
             target.grad = torch.empty_like(data, dtype=_grad_dtype(param, target))
@@ -220,11 +233,11 @@ class Probe:
                     steps=1 if now else STEPS,
                 )
 
-    def _stepped_alone(self, param: torch.Tensor) -> dict[Any, Any]:
-        """Return the state that a parameter has after two real steps with no movement."""
+    def _state_after_steps(self, param: torch.Tensor) -> dict[Any, Any]:
+        """Return the state that a parameter has after two real steps with zero data and gradients."""
         target, local = self._lender.target_of(param), local_of(param)
         data = torch.zeros_like(local, dtype=target.dtype, device=target.device)
-        with self._lent({param: (target, data)}, only=[param]) as optimizer:
+        with self._lend({param: (target, data)}, only=[param]) as optimizer:
             try:
                 for _ in range(2):
                     target.grad = torch.zeros_like(data, dtype=_grad_dtype(param, target))
@@ -244,43 +257,43 @@ class Probe:
         leaves, spec = flatten(state)
         for name, leaf in zip(names_in(spec), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                if type(leaf) not in CLASSES:
+                if type(leaf) not in PLAIN_TENSOR_CLASSES:
                     raise NotSeparableError(
-                        f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__}, and only plain "
+                        f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__}; only plain "
                         "tensors can be stored"
                     )
             elif not isinstance(leaf, ATOMS) and reaches_tensor(leaf):
                 raise NotSeparableError(
-                    f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__} that holds tensors, "
-                    "and only tensors in dicts, lists, tuples and deques can be stored"
+                    f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__} that holds tensors; "
+                    "only tensors in dicts, lists, tuples and deques can be stored"
                 )
 
-    # How they are stepped together
+    # How parameters are stepped together
 
     def try_together(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Step some parameters together, and one after the other; decide how they are lent.
+        """Step some parameters together and one after the other, and decide how the optimizer is called.
 
         Raises
         ------
         NotSeparableError
-            The results differ, or the step cannot be tried.
+            The results differ, or the trial failed.
         """
-        tried = _chosen(groups)
+        tried = _choose_params(groups)
         why: list[str] = []
         for self.gradients in ("any", "from the first step", "always") if tried else ():
-            # Some know of the parameters' shapes.
-            for self._shrunk in (True, False):
+            # Try small shapes first; some optimizers depend on the true shapes.
+            for self._uses_small_shapes in (True, False):
                 try:
-                    whole = self._whole(tried)
+                    whole = self._step_together(tried)
                 except NotSeparableError:
                     raise
                 except Exception as error:
                     why.append(
-                        f": a step of it on {len(tried)} small parameters, without a closure and with dense gradients, "
+                        f": its step on {len(tried)} small parameters, without a closure and with dense gradients, "
                         f"raised {type(error).__name__}: {error}"
                     )
                     continue
-                differs = self._differs_apart(tried, whole)
+                differs = self._compare_apart(tried, whole)
                 if differs is None:
                     return
                 why.append(f" exactly: {differs}")
@@ -288,32 +301,36 @@ class Probe:
         if why:
             why.sort(key=lambda each: not each.startswith(" exactly"))
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded{why[0]}. What would help: an optimizer whose step treats each "
-                "parameter by itself"
+                f"{self._name} cannot be offloaded{why[0]}. Remedy: an optimizer that steps each parameter "
+                "independently"
             )
 
-    def _whole(self, tried: Sequence[torch.Tensor]) -> list[Any]:
-        """Step parameters together, twice."""
-        draws = Draws()
+    def _step_together(self, tried: Sequence[torch.Tensor]) -> list[Any]:
+        """Step parameters together, in two trials that must agree."""
+        draws = RngSnapshot()
         try:
             whole = self._trial(tried, "together", draws=True)
         finally:
-            drawn = draws.were_made()
-            draws.undo()
+            drawn = draws.has_changed()
+            draws.restore()
         if drawn:
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded: its step draws random numbers, so that the result depends on the "
-                "order in which parameters are stepped"
+                f"{self._name} cannot be offloaded: its step draws random numbers, and the result depends on the order "
+                "in which parameters are stepped"
             )
         if not same(whole, self._trial(tried, "together")):
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded exactly: its step gives another result each time (fused SGD of some "
-                "releases of torch does so with bfloat16: it reads memory that nothing has been written to)"
+                f"{self._name} cannot be offloaded exactly: its step gives a different result each time (fused SGD of "
+                "some torch releases does so with bfloat16, because it reads uninitialized memory)"
             )
         return whole
 
-    def _differs_apart(self, tried: Sequence[torch.Tensor], whole: list[Any]) -> str | None:
-        """Step parameters one after the other; return what differs, or None and lend them so from now on."""
+    def _compare_apart(self, tried: Sequence[torch.Tensor], whole: list[Any]) -> str | None:
+        """Step parameters one after the other; return what differs, or set ``lender.alone`` and return None.
+
+        First "apart": the groups keep all parameters, and only one has a gradient. Then "alone": the groups contain
+        only that parameter.
+        """
         found: list[str] = []
         for alone in (False, True):
             try:
@@ -322,7 +339,7 @@ class Probe:
                 found.insert(0, str(error))
                 continue
             except Exception as error:
-                found.append(f"one parameter by itself raised {type(error).__name__}: {error}")
+                found.append(f"one parameter alone raised {type(error).__name__}: {error}")
                 continue
             if same(whole, apart):
                 self._lender.alone = alone
@@ -333,25 +350,25 @@ class Probe:
                 0,
                 f"{name} depends on the gradients of several parameters at once"
                 if name is not None
-                else "a parameter stepped by itself differs from the same stepped together with others",
+                else "a parameter stepped alone differs from the same one stepped together with others",
             )
         return found[0]
 
-    def acts_apart(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether the next step of some parameters may be done one after the other, as all is now."""
+    def may_step_apart(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether the next step of parameters may be done one after the other, with all values as they are."""
         how = "alone" if self._lender.alone else "apart"
-        draws = Draws()
+        draws = RngSnapshot()
         try:
             together, apart = (
                 self._trial(params, each, now=True, draws=True) for each in ("together", how)
             )
-            return same(together, apart) and not draws.were_made()
+            return same(together, apart) and not draws.has_changed()
         except NotSeparableError:
             return False
-        except Exception:  # it does not take such small parameters with this state, or the real step will raise, too
+        except Exception:  # the optimizer rejects small parameters with this state, or the real step will raise, too
             return True
         finally:
-            draws.undo()
+            draws.restore()
 
     def _trial(
         self,
@@ -361,19 +378,20 @@ class Probe:
         now: bool = False,
         draws: bool = False,
     ) -> list[Any]:
-        """Step parameters with small data; return what has become of them, step by step, and the values at the end.
+        """Step parameters with small data; return parameters, state and values after each step.
 
-        It is one step of these alone, with groups as they are, if ``now``.
+        ``how`` is "together", "apart" or "alone" (:meth:`_compare_apart`). With ``now``, the trial is a single step of
+        these parameters alone, with groups as they are.
         """
         make = torch.Generator().manual_seed(7)
         lent = {}
         for param in tried:
             target, local = self._lender.target_of(param), local_of(param)
-            shape = _shrunk(local.shape) if self._shrunk else tuple(local.shape)
+            shape = _small_shape(local.shape) if self._uses_small_shapes else tuple(local.shape)
             lent[param] = target, _of_magnitudes(_random(shape, target, make, 0.5))
         results: list[Any] = []
         only = tried if now or self.gradients == "always" else None
-        with self._lent(lent, only, draws=draws, moving=not now) as optimizer:
+        with self._lend(lent, only, draws=draws, moving=not now) as optimizer:
             step = class_method(optimizer)
             all_params = [group["params"] for group in optimizer.param_groups]
             for number, power in enumerate(_POWERS[:1] if now else _POWERS):
@@ -398,10 +416,10 @@ class Probe:
                     except Exception as error:
                         if number < _FIRST_NOT_FINITE:
                             raise
-                        # In memory it fails so, too: roots of matrices cannot be taken, say.
+                        # A step in memory fails on such gradients, too, for example in roots of matrices.
                         return [*results, type(error).__name__]
                     begin.check_large()
-                    left = {**begin.frozen(), "what step() returns": frozen(returned)}
+                    left = {**begin.frozen(), "the return value of step()": frozen(returned)}
                     name = None if after is None else differing(after, left)
                     if name is not None:
                         raise NotSeparableError(
@@ -432,17 +450,17 @@ class Probe:
         power: int,
         make: torch.Generator,
     ) -> torch.Tensor | None:
-        """Return a parameter's gradient in a step of a trial."""
+        """Return a parameter's gradient for a step of a trial."""
         scale = 10.0 ** (power + at % 5)
         grad = _random(tuple(data.shape), data, make, scale).to(dtype)
         if number == 0 and data.dim() and data.numel() % 2 == 0 and not data.is_complex():
-            # What some do only where a gradient is at right angles to its parameter (AdamP) shows.
+            # Gradients orthogonal to their parameter: AdamP, for one, has a branch for these.
             pairs = data.reshape(-1, 2)
             turned = torch.stack((pairs[:, 1], -pairs[:, 0]), 1).reshape(data.shape)
             grad = (turned * 10.0 ** (at % 5)).to(dtype)
         late = self.gradients == "any" and at % 4 == 1 and number < 3
-        goes = self.gradients != "always" and number and (number + at) % 4 == 3
-        if late or goes:
+        disappears = self.gradients != "always" and number and (number + at) % 4 == 3
+        if late or disappears:
             return None
         if (
             grad.is_floating_point()
@@ -462,39 +480,41 @@ class Probe:
         for key, state in optimizer.state.items():
             if id(key) not in known and state:
                 what = (
-                    f"no parameter, {key!r}"
+                    f"{key!r}, which is not a parameter"
                     if not isinstance(key, torch.Tensor)
                     else "parameters without gradients"
                 )
                 raise NotSeparableError(
-                    f"{self._name} cannot be offloaded: it has state of {what}, which would change with every piece of "
-                    "a step"
+                    f"{self._name} cannot be offloaded: it keeps state for {what}. An offloaded step calls the "
+                    "optimizer once for each bucket, and each call would change that state"
                 )
 
-    # Gradients that are not placed as their parameter
+    # DTensor gradients with other placements than their parameter
 
     def check_placed(self, group: dict[str, Any], param: Any, grad: Any) -> None:
-        """Try whether a gradient may be placed as its parameter before the step. All ranks call it alike.
+        """Raise unless a gradient may be redistributed to its parameter's placements before the step.
 
-        torch does so where an operation needs it. Some come before, on a sum that is still to be made: a weight decay
-        that is added to the gradient is then rounded otherwise.
+        torch redistributes only when an operation needs it. Operations before that work on the partial sum: for
+        example, weight decay that is added to the gradient is then rounded differently. All ranks call this method
+        together.
 
         Raises
         ------
         NotSeparableError
-            It may not.
+            Redistributing the gradient before the step changes the result.
         """
         key = (pattern(group), param.dtype, param.placements, grad.placements)
         if key not in self._placed:
             self._placed[key] = self._is_placed_first(param, grad)
         if not self._placed[key] or not self.behaviour(group, param, param.dtype).pointwise:
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded exactly: a gradient is placed {grad.placements} where its parameter "
-                f"is placed {param.placements}, and the step does something with it before it is placed so, too. What "
-                "would help: grad.redistribute(placements=param.placements) before the step"
+                f"{self._name} cannot be offloaded exactly: a gradient has the placements {grad.placements} and its "
+                f"parameter has {param.placements}, and the step changes the gradient before redistributing it. "
+                "Remedy: grad.redistribute(placements=param.placements) before the step"
             )
 
     def _is_placed_first(self, param: Any, grad: Any) -> bool:
+        """Return whether a trial on all ranks gives the same bits if gradients are redistributed before the step."""
         from torch.distributed.tensor import DTensor
 
         mesh, make = param.device_mesh, torch.Generator().manual_seed(3)
@@ -512,14 +532,15 @@ class Probe:
         data = distributed(param, make)
         local_of(data).copy_(_of_magnitudes(local_of(data)))
         grads = [distributed(grad, of_rank, 10.0**power) for power in (0, 0, -2, -4)]
-        # Before they are used, and not as copies: a copy of a sum that is to be made is that sum.
+        # Redistribute all gradients before the steps, which may change `grads` in place. A redistributed gradient may
+        # share memory with the original one, so clone it.
         placed = [
             local_of(each.redistribute(placements=param.placements)).clone() for each in grads
         ]
         results = []
         for native in (True, False):
             own = torch.nn.Parameter(data.clone() if native else local_of(data).clone())
-            with self._lent({param: (own, own.data)}, only=[param]) as optimizer:
+            with self._lend({param: (own, own.data)}, only=[param]) as optimizer:
                 for own.grad in grads if native else placed:
                     class_method(optimizer)()
                 state = _pytree.tree_leaves(dict(optimizer.state.get(own, {})))
@@ -532,23 +553,27 @@ class Probe:
 
     # Pieces
 
-    def _pieces_agree(self, group: dict[str, Any], param: torch.Tensor, piece: Traced) -> bool:
-        """Return whether pieces of a parameter arrive at the same bits as the whole; its shape does not matter."""
+    def _pieces_agree(
+        self, group: dict[str, Any], param: torch.Tensor, piece: DryRunResult
+    ) -> bool:
+        """Return whether pieces of a parameter of any shape give the same bits as the whole."""
         target = self._lender.target_of(param)
         kinds = target.dtype, target.device, _grad_dtype(param, target), torch.get_num_threads()
-        # The same operations, element by element, with the same numbers have the same result, whoever calls them.
+        # The same element-wise operations with the same numbers give the same result in any optimizer, so the result of
+        # the comparison is kept for all optimizers in this process.
         key = None if piece.reads else hash((repr(piece.trace), kinds))
-        if key is None or key not in _agreed:
+        if key is None or key not in _piece_agreement:
             odd = bool(group.get("fused")) or self._agree(param, _CUT_NUMEL, _ODD_CUTS)
             agrees = odd and self._agree(param, _LARGE_NUMEL, _LARGE_CUTS)
             if key is None:
                 return agrees
-            while len(_agreed) >= _MAX_AGREED:
-                _agreed.popitem()
-            _agreed[key] = agrees
-        return _agreed[key]
+            while len(_piece_agreement) >= _MAX_AGREED:
+                _piece_agreement.popitem()
+            _piece_agreement[key] = agrees
+        return _piece_agreement[key]
 
     def _agree(self, param: torch.Tensor, numel: int, cuts: Sequence[int]) -> bool:
+        """Return whether steps of ``numel`` elements give the same bits as steps of the pieces between ``cuts``."""
         make = torch.Generator().manual_seed(9)
         target = self._lender.target_of(param)
         data = _of_magnitudes(_random((numel,), target, make, 0.5))
@@ -559,7 +584,7 @@ class Probe:
 
         def stepped(piece: slice) -> tuple[torch.Tensor, dict[Any, Any]]:
             own = data[piece].clone()
-            with self._lent({param: (target, own)}, only=[param]) as optimizer:
+            with self._lend({param: (target, own)}, only=[param]) as optimizer:
                 for grad in grads:
                     target.grad = grad[piece].clone()
                     class_method(optimizer)()
@@ -568,7 +593,7 @@ class Probe:
         try:
             whole, state = stepped(slice(0, numel))
             pieces = [stepped(slice(*each)) for each in itertools.pairwise(cuts)]
-        except Exception:  # it wants another shape, say
+        except Exception:  # the optimizer needs another shape, for example
             return False
         if not same(whole, torch.cat([data for data, _ in pieces])):
             return False
@@ -582,10 +607,10 @@ class Probe:
             for key, value in state.items()
         )
 
-    # What the optimizer has meanwhile
+    # The optimizer during a trial
 
     @contextlib.contextmanager
-    def _lent(
+    def _lend(
         self,
         lent: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
         only: Sequence[torch.Tensor] | None,
@@ -594,16 +619,16 @@ class Probe:
         values: bool = True,
         moving: bool = True,
     ) -> Iterator[torch.optim.Optimizer]:
-        """Lend the optimizer parameters with other data; afterwards nothing has changed that a user can see.
+        """Lend the optimizer parameters with other data, and afterwards restore everything that a user can see.
 
-        Parameters that the optimizer can reach beside these have no elements that can be written meanwhile, and no
-        gradient. With ``only`` groups have none but these. What is drawn at random is drawn again later, but for
-        ``draws``. Without ``values`` large tensors of their state take no memory, and have none. ``moving`` groups have
-        a rate at which steps can be told apart.
+        Other parameters that the optimizer can reach get unwritable data and no gradient in the meantime. With
+        ``only``, groups contain only these parameters. Random number generators are restored unless ``draws`` is true.
+        Without ``values``, large state tensors are allocated but never filled, so they take no memory. With
+        ``moving``, groups get a learning rate that is large enough to change parameters.
         """
         optimizer = self._optimizer
         snapshot = Snapshot(optimizer)
-        reaches_others = only is None or snapshot.knows_params
+        reaches_others = only is None or snapshot.refers_to_params
         kept_state = optimizer.state
         kept = [group["params"] for group in optimizer.param_groups]
         own = [
@@ -614,7 +639,7 @@ class Probe:
             }.values()
             if local_of(target) is target
         ]
-        drawn = Draws()
+        drawn = RngSnapshot()
         try:
             with torch.no_grad():
                 for target, data, _ in own:
@@ -624,7 +649,7 @@ class Probe:
                 state: defaultdict[Any, Any] = defaultdict(dict)
                 for param, (target, data) in lent.items():
                     target.data = data
-                    begun = self._begun.get(param)
+                    begun = self._initial_state.get(param)
                     if begun:
                         state[target] = _state_like(begun, data, param.dtype, values)
                 for group, params in zip(optimizer.param_groups, kept, strict=True):
@@ -647,24 +672,26 @@ class Probe:
                 target.grad = grad
             snapshot.restore()
             if not draws:
-                drawn.undo()
+                drawn.restore()
 
 
-class _Uniform(NamedTuple):
-    """A state tensor, whose elements are alike as far as that matters; without a shape it has the parameter's."""
+class _UniformTensor(NamedTuple):
+    """A state tensor, reduced to one value for all its elements; ``shape`` None means the parameter's shape."""
 
     value: Any
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
 
 
-def _kind_of(state: Any) -> str:
-    """Return what of a state decides how its parameter is stepped: small values, a count of steps, say."""
-    leaves, spec = _pytree.tree_flatten(state, is_leaf=lambda each: isinstance(each, _Uniform))
+def _state_key(state: Any) -> str:
+    """Return the part of a state that decides how its parameter is stepped, such as a step count."""
+    leaves, spec = _pytree.tree_flatten(
+        state, is_leaf=lambda each: isinstance(each, _UniformTensor)
+    )
     return repr(
         [
             spec,
-            *(leaf[1:] if isinstance(leaf, _Uniform) else _value_of(leaf) for leaf in leaves),
+            *(leaf[1:] if isinstance(leaf, _UniformTensor) else _value_of(leaf) for leaf in leaves),
         ]
     )
 
@@ -674,7 +701,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _small_state(state: dict[Any, Any], local: torch.Tensor) -> dict[Any, Any]:
-    """Return what a state is like, without its large tensors."""
+    """Return a copy of a state in which large tensors are replaced by :class:`_UniformTensor`."""
 
     def small(leaf: Any) -> Any:
         leaf = local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -683,10 +710,12 @@ def _small_state(state: dict[Any, Any], local: torch.Tensor) -> dict[Any, Any]:
         if leaf.shape != local.shape or (leaf.dim() == 0 and leaf.dtype != local.dtype):
             small_one = leaf.nbytes <= SMALL_NBYTES and not leaf.is_meta
             return (
-                leaf.detach().clone() if small_one else _Uniform(0, leaf.dtype, tuple(leaf.shape))
+                leaf.detach().clone()
+                if small_one
+                else _UniformTensor(0, leaf.dtype, tuple(leaf.shape))
             )
         first = leaf.reshape(-1)[:1].item() if leaf.numel() and not leaf.is_meta else 0
-        return _Uniform(first, leaf.dtype)
+        return _UniformTensor(first, leaf.dtype)
 
     return {key: _pytree.tree_map(small, value) for key, value in state.items()}
 
@@ -694,10 +723,10 @@ def _small_state(state: dict[Any, Any], local: torch.Tensor) -> dict[Any, Any]:
 def _state_like(
     state: dict[Any, Any], data: torch.Tensor, dtype: torch.dtype, values: bool
 ) -> dict[Any, Any]:
-    """Return a state for a parameter with these data, as what is loaded is cast where they have another dtype."""
+    """Return the state for a parameter with ``data``; tensors of ``dtype`` are cast to the dtype of ``data``."""
 
     def like(leaf: Any) -> Any:
-        if isinstance(leaf, _Uniform):
+        if isinstance(leaf, _UniformTensor):
             cast = data.dtype if leaf.shape is None and leaf.dtype == dtype else leaf.dtype
             made = (
                 torch.empty_like(data, dtype=cast)
@@ -708,13 +737,13 @@ def _state_like(
         return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
     return {
-        key: _pytree.tree_map(like, value, is_leaf=lambda each: isinstance(each, _Uniform))
+        key: _pytree.tree_map(like, value, is_leaf=lambda each: isinstance(each, _UniformTensor))
         for key, value in state.items()
     }
 
 
 def _make_moving(group: dict[str, Any]) -> None:
-    """Give a group a rate at which steps can be told apart, if it has none."""
+    """Set a small learning rate to one that changes parameters visibly."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.numel() == 1 and abs(rate.item()) < _RATE:
         group["lr"] = torch.full_like(rate, _RATE)
@@ -723,14 +752,14 @@ def _make_moving(group: dict[str, Any]) -> None:
 
 
 def _portions(how: str, grads: Sequence[Any]) -> list[list[int]]:
-    """Return which parameters one call of the optimizer steps: all, or one of those that are stepped at all."""
+    """Return the parameters for each call of the optimizer: all in one call, or one per call."""
     if how == "together":
         return [list(range(len(grads)))]
     return [[at] for at, grad in enumerate(grads) if how == "alone" or grad is not None] or [[]]
 
 
-def _chosen(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """Return parameters to try: of each group and kind, and spread over all."""
+def _choose_params(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """Choose parameters for a trial: some of each group and kind, and some spread over all."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for number, group in enumerate(groups):
         for param in group["params"]:
@@ -747,13 +776,15 @@ def _chosen(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     return [chosen[at] for at in sorted(chosen)][:_MAX_TRIED]
 
 
-def _shrunk(shape: Sequence[int]) -> tuple[int, ...]:
+def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     longest = _MAX_LENGTHS.get(len(shape), 4)
     return tuple(min(length, longest) for length in shape)
 
 
-def _cut_alike(state: dict[Any, Any], shape: torch.Size, of_piece: dict[Any, Any]) -> bool:
-    """Return whether a piece has the state of the whole, with an element for each of its own or as small as there."""
+def _piece_state_matches(
+    state: dict[Any, Any], shape: torch.Size, of_piece: dict[Any, Any]
+) -> bool:
+    """Return whether a piece's state matches the whole's: per-element tensors by length, all others by shape."""
     if flatten(state)[1] != flatten(of_piece)[1] or not isinstance(flatten(state)[1], tuple):
         return False
     for key, value in state.items():
@@ -768,7 +799,7 @@ def _cut_alike(state: dict[Any, Any], shape: torch.Size, of_piece: dict[Any, Any
 
 
 def attributes_of(param: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a parameter's attributes are."""
+    """Return a parameter's attributes in a form that can be compared."""
     return tuple(
         (name, value if isinstance(value, ATOMS) else id(value))
         for name, value in sorted(vars(param).items())
@@ -776,20 +807,21 @@ def attributes_of(param: torch.Tensor) -> tuple[Any, ...]:
 
 
 def pattern(group: dict[str, Any], *, numbers: bool = False) -> tuple[Any, ...]:
-    """Return what of a group's values may decide which state there is: not how large a rate is, but whether it is 0.
+    """Return the properties of a group's values that may decide which state there is, such as whether a rate is 0.
 
-    Of integers it is the same, unless all ``numbers`` are to be told apart: some optimizers count in their groups.
+    With ``numbers`` integers are compared by value. Otherwise only whether they are 0 counts, because some optimizers
+    count their steps in groups.
     """
     return tuple(
-        (key, _kind(value, numbers))
+        (key, _value_key(value, numbers))
         for key, value in sorted(group.items())
         if key not in ("params", "param_names", "lr", "initial_lr")
     )
 
 
-def _kind(value: Any, numbers: bool) -> Any:
+def _value_key(value: Any, numbers: bool) -> Any:
     if isinstance(value, tuple):
-        return tuple(_kind(each, numbers) for each in value)
+        return tuple(_value_key(each, numbers) for each in value)
     if isinstance(value, torch.Tensor):
         return bool(value.any()) if value.device.type == "cpu" else True
     zero = isinstance(value, float) or (isinstance(value, int) and not numbers)
@@ -799,7 +831,7 @@ def _kind(value: Any, numbers: bool) -> Any:
 
 
 def _grad_dtype(param: torch.Tensor, target: torch.Tensor | None = None) -> torch.dtype:
-    """Return the dtype of a parameter's gradients; those of a stand-in of another dtype are cast."""
+    """Return the dtype of a parameter's gradients; gradients of a stand-in have its dtype."""
     if target is not None and target.dtype != param.dtype:
         return target.dtype
     dtype: Any = getattr(param, "grad_dtype", None) if param.is_leaf else None
@@ -817,7 +849,7 @@ def _random(
 
 
 def _of_magnitudes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements have all magnitudes, of the parameter's own down to none."""
+    """Return a tensor with its elements scaled by all magnitudes, from the original one down to 0."""
     scales = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=tensor.device)
     repeated = scales.repeat(-(-tensor.numel() // len(scales)))[: tensor.numel()]
     return (tensor * repeated.view(tensor.shape)).to(tensor.dtype)

@@ -1,8 +1,9 @@
-"""Which buckets are in memory: as many as an arena has room for, reads as far ahead as that allows, writes behind.
+"""Buckets in memory: an arena with read-ahead and write-behind.
 
-All memory that buckets ever use is allocated once, as an arena. A bucket is read only with a place in hand; its place
-is free again when the bucket is clean, or has been written. A bucket that could not be written keeps its place. Places
-are given to reads in the order in which buckets are wanted, so that the next one always gets one.
+A bucket is one tensor in a store: the optimizer state of some parameters (``plan.py``), or a slab (``slabs.py``). All
+memory for buckets is allocated once, as an arena. A read begins only after its bucket has a range in the arena. The
+range can be freed when the bucket has no unwritten changes; a bucket that could not be written keeps its range. Reads
+get ranges in the order in which buckets will be needed, so the bucket that is needed next always gets a range.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.utils.dlpack
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
-from tensorferry.offload.arena import Arena, rounded
+from tensorferry.offload.arena import Arena, round_to_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,32 +26,35 @@ if TYPE_CHECKING:
     from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
-# A few buckets on their way each way keep a drive busy; more memory is worth more with what need not be moved.
+# Memory for buckets in flight: a quarter of the arena, but at least 3 of the largest buckets (one is read, one is used,
+# one is written) and at most 8, which keep a drive busy.
+# The rest of the arena holds buckets that need not be moved.
 _MAX_STREAMING = 8
 _STREAMING_SHARE = 4
 
-# How long one waits for I/O before looking whether somebody wants to interrupt, in seconds.
+# Intervals of waiting for I/O, in seconds: the time until a check for interrupts, and the time until a check whether
+# another read can begin.
 _SLICE_SECONDS = 0.5
-_SHORT_SECONDS = 0.002  # and before looking whether more can be begun
+_SHORT_SECONDS = 0.002
 
 
 @dataclass(eq=False)
 class Slot:
-    """Where a bucket is."""
+    """The state of a bucket in memory."""
 
     bucket: Bucket
     reading: Future[Any] | None = None
     writing: Future[Any] | None = None
-    dirty: bool = False
-    stored: bool = False
-    keep: bool = False  # when written
-    held: bool = False  # acquired, and not released
-    view: torch.Tensor | None = None  # its bytes in the arena
+    dirty: bool = False  # whether memory has changes that have not been written
+    stored: bool = False  # whether the bucket can be read
+    keep: bool = False  # whether to keep the bucket in memory once it has been written
+    held: bool = False  # whether the bucket is acquired and not yet released
+    view: torch.Tensor | None = None  # the bucket's bytes in the arena
 
 
 @dataclass
 class BucketCounters:
-    """What has been moved and waited for."""
+    """Bytes moved, and seconds spent waiting."""
 
     read_nbytes: int = 0
     written_nbytes: int = 0
@@ -63,13 +67,14 @@ class Residency:
     Parameters
     ----------
     store : TensorStore
-        Where buckets are when they are not here.
+        The store for buckets that are not in memory.
     nbytes : int
-        Of memory, in all.
+        Size of the arena.
     all_in_flight : bool
-        Two versions of everything must have space: that of a commit, and those of the next one.
+        Reserve space for two versions of all buckets: those of a commit and those of the next one.
     gpu : int
-        The GPU that buckets are copied to: then the memory is page-locked and registered with CUDA.
+        The index of the GPU to which buckets are copied, or -1. For a GPU, the memory is page-locked and registered
+        with CUDA.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Residency:
         self._arena = Arena(nbytes)
         self._order: list[int] = []
         self._fresh = False
+        # Indexes in the order: of the next bucket to be released, of the next one to be read, and of the first one that
+        # stays in memory after its release.
         self._position = 0
         self._next_read = 0
         self._kept_from = 0
@@ -98,11 +105,11 @@ class Residency:
         return self._made
 
     def touch(self) -> None:
-        """Have all of the memory now, so that the first steps do not wait for it."""
+        """Touch all of the memory now, so the first steps need not wait for the system to allocate its pages."""
         self._memory.zero_()
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """Know further buckets, which are nowhere yet; reserves their space."""
+        """Add buckets without contents, and reserve space for them in the store."""
         self._reserve(self._store, buckets)
         self._places += [Slot(bucket) for bucket in buckets]
 
@@ -114,34 +121,35 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Size of the arena."""
         return self._arena.nbytes
 
-    # A sweep: buckets in an order, each acquired and released once
+    # A sweep acquires and releases each bucket of an order once.
 
     def begin(self, order: Sequence[int], *, fresh: bool = False) -> None:
-        """Begin with buckets in an order: the last ones stay in memory, so the next order should begin with these.
+        """Begin a sweep in an order. Its last buckets stay in memory, so the next sweep should begin with them.
 
-        Those that are to be filled anew (``fresh``) are not read.
+        With ``fresh``, buckets will be filled by the caller and are not read.
         """
         self._order, self._fresh = list(order), fresh
         self._position = 0
         self._next_read = 0
-        for place in self._places:
-            if place.reading is None:
+        for slot in self._places:
+            if slot.reading is None:
                 continue
-            # Begun by a sweep that was not finished, and maybe while the drive failed: another try may succeed.
-            self._await(place.reading)
-            if place.reading.exception(0) is not None:
-                place.reading = None
-                self._take_back(place)
+            # The read belongs to an unfinished sweep, and the drive may have failed then. Discard a failure: the bucket
+            # is read again when it is needed.
+            self._await(slot.reading)
+            if slot.reading.exception(0) is not None:
+                slot.reading = None
+                self._take_back(slot)
         self._kept_from = self._first_kept()
         self._read_ahead()
 
     def _first_kept(self) -> int:
-        """Return the place in the order from which on buckets stay in memory when they have been stepped."""
-        sizes = [rounded(self._places[index].bucket.nbytes) for index in self._order]
-        if sum(rounded(place.bucket.nbytes) for place in self._places) <= self.nbytes:
+        """Return the index in the order from which on buckets stay in memory after their release."""
+        sizes = [round_to_pages(self._places[index].bucket.nbytes) for index in self._order]
+        if sum(round_to_pages(slot.bucket.nbytes) for slot in self._places) <= self.nbytes:
             return 0
         largest = max(sizes, default=0)
         left = self.nbytes - min(
@@ -154,155 +162,159 @@ class Residency:
         return at
 
     def acquire(self, index: int) -> torch.Tensor:
-        """Return a bucket's bytes in memory, read if it has been stored.
+        """Return a bucket's bytes in memory; read them if they are stored.
 
         Raises
         ------
         StorageError
-            It cannot be read, or no place can be had since others cannot be written. Another try may succeed.
+            The bucket cannot be read, or no memory is free because other buckets cannot be written. The caller may
+            retry.
         """
-        place = self._places[index]
-        if place.view is None:
+        slot = self._places[index]
+        if slot.view is None:
             self._read_ahead()
-        while place.view is None:
-            if not self._give_place(place, insist=True):
+        while slot.view is None:
+            if not self._give_place(slot, insist=True):
                 self._await_a_write()
-        if place.reading is not None:
-            self._await(place.reading, going_on=True)
-            reading, place.reading = place.reading, None
+        if slot.reading is not None:
+            self._await(slot.reading, going_on=True)
+            reading, slot.reading = slot.reading, None
             try:
                 reading.result(0)
             except BaseException:
-                self._take_back(place)
+                self._take_back(slot)
                 raise
-            self.counters.read_nbytes += place.bucket.nbytes
-        if place.writing is not None:
-            place.keep = True
-            self._await(place.writing)
+            self.counters.read_nbytes += slot.bucket.nbytes
+        if slot.writing is not None:
+            slot.keep = True
+            self._await(slot.writing)
             self._reap()
-        assert place.view is not None
-        place.held = True
-        return place.view
+        assert slot.view is not None
+        slot.held = True
+        return slot.view
 
     def release(self, index: int, *, dirty: bool) -> None:
-        """Be done with a bucket: it is written behind, or stays where the order's end is near."""
-        place = self._places[index]
-        place.held = False
-        place.dirty |= dirty
+        """End the use of a bucket: write it behind, or keep it in memory near the end of the order."""
+        slot = self._places[index]
+        slot.held = False
+        slot.dirty |= dirty
         if self._position >= self._kept_from:
             pass
-        elif place.dirty:
-            # Where it cannot begin the bucket stays here; the next that needs its place tries again.
-            self._write(place, keep=False)
+        elif slot.dirty:
+            # If the write cannot begin, the bucket stays in memory. The next bucket that needs the memory tries again.
+            self._write(slot, keep=False)
         else:
-            self._take_back(place)
+            self._take_back(slot)
         self._position += 1
         self._read_ahead()
 
     # Between sweeps
 
     def bytes_of(self, index: int) -> torch.Tensor | None:
-        """Return a bucket's bytes where they are in memory, else None."""
-        place = self._places[index]
-        return None if place.reading is not None else place.view
+        """Return a bucket's bytes if they are in memory, else None."""
+        slot = self._places[index]
+        return None if slot.reading is not None else slot.view
 
     def flush(self) -> None:
-        """Write all that is dirty and wait for it; what is in memory stays there.
+        """Write all dirty buckets, which stay in memory, and wait for the writes.
 
         Raises
         ------
         StorageError
-            Something could not be written, and is still in memory; the first failure.
+            The first failure; buckets that could not be written are still in memory.
         """
         first: Exception | None = None
-        for place in self._places:
-            if place.dirty and place.writing is None:
-                first = self._write(place, keep=True) or first
+        for slot in self._places:
+            if slot.dirty and slot.writing is None:
+                first = self._write(slot, keep=True) or first
         self.drain()
         if first is not None:
             raise first
 
     def drain(self) -> None:
-        """Wait for all writes that are on their way; raises as :meth:`flush`."""
+        """Wait for all writes in flight; raises like :meth:`flush`."""
         first: Exception | None = None
         while self._writing:
             self._await_oldest()
             try:
-                self._reap(wanted=True)
+                self._reap(raising=True)
             except Exception as error:
                 first = first or error
         if first is not None:
             raise first
 
     def check(self) -> None:
-        """Raise the failure of a write that has ended, if there is one."""
-        self._reap(wanted=True)
+        """Raise the failure of a finished write, if there is one."""
+        self._reap(raising=True)
 
     def forget(self) -> None:
-        """Let go of all buckets' contents, here and in the store."""
+        """Delete all buckets, in memory and in the store."""
         self.settle()
-        for place in self._places:
-            self._take_back(place)
-            place.dirty = False
-            if place.stored:
-                self._store.delete(place.bucket.name)
-                place.stored = False
+        for slot in self._places:
+            self._take_back(slot)
+            slot.dirty = False
+            if slot.stored:
+                self._store.delete(slot.bucket.name)
+                slot.stored = False
         self._places = []
         self._order = []
 
     def resize(self, nbytes: int) -> None:
-        """Have another number of bytes of memory.
+        """Change the size of the arena.
 
         Raises
         ------
         StorageError
-            What is in memory cannot be stored; nothing has changed.
+            Buckets in memory cannot be stored; nothing has changed.
         """
         if nbytes == self.nbytes:
             return
         self.flush()
-        for place in self._places:
-            self._take_back(place)
+        for slot in self._places:
+            self._take_back(slot)
         self._made = None
         self._arena = Arena(nbytes)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way any more, however it ends."""
-        for place in self._places:
-            for moving in (place.reading, place.writing):
+        """Wait for all transfers in flight, and ignore their failures."""
+        for slot in self._places:
+            for moving in (slot.reading, slot.writing):
                 if moving is not None:
                     moving.exception()
-            if place.reading is not None:
-                place.reading = None
-                self._take_back(place)
-            place.writing = None
+            if slot.reading is not None:
+                slot.reading = None
+                self._take_back(slot)
+            slot.writing = None
         self._writing = []
 
-    # Steps
+    # Memory of buckets
 
-    def _give_place(self, place: Slot, *, insist: bool) -> bool:
-        """Give a bucket a place, if there is one, and begin to read it; ``insist`` lets go of others for it."""
-        nbytes = place.bucket.nbytes
-        at = self._arena.take(place.bucket.index, nbytes) if nbytes else 0
+    def _give_place(self, slot: Slot, *, insist: bool) -> bool:
+        """Give a bucket memory and begin to read it; return False if no memory is free.
+
+        With ``insist``, other buckets are evicted if necessary.
+        """
+        nbytes = slot.bucket.nbytes
+        at = self._arena.take(slot.bucket.index, nbytes) if nbytes else 0
         if at is None:
             self._reap()
-            at = self._arena.take(place.bucket.index, nbytes)
+            at = self._arena.take(slot.bucket.index, nbytes)
         while at is None and insist and not self._writing and self._evict():
             self._reap()
-            at = self._arena.take(place.bucket.index, nbytes)
+            at = self._arena.take(slot.bucket.index, nbytes)
         if at is None:
             return False
-        place.view = self._memory[at : at + nbytes]
-        if place.stored and not self._fresh:
+        slot.view = self._memory[at : at + nbytes]
+        if slot.stored and not self._fresh:
             try:
-                place.reading = place.bucket.read(self._store, place.view)
+                slot.reading = slot.bucket.read(self._store, slot.view)
             except BaseException:
-                self._take_back(place)  # it has nothing of the bucket's
+                self._take_back(slot)  # the memory does not contain the bucket
                 raise
         return True
 
     def _evict(self) -> bool:
-        """Let go of the bucket that the rest of the order wants last, or not at all; False if there is none."""
+        """Evict the bucket that the rest of the order needs last or not at all; return False if there is none."""
         wanted = {self._order[at]: at for at in range(self._position, len(self._order))}
         last = self._last_wanted(lambda index: wanted.get(index, len(self._order)))
         if last is None:
@@ -312,19 +324,19 @@ class Residency:
         return True
 
     def _last_wanted(self, distance: Callable[[int], float]) -> Slot | None:
-        """Return the bucket whose next use is the furthest, of those that may leave memory."""
+        """Return the bucket with the furthest next use among those that may be evicted, or None if none may be."""
         may_go = [
-            place
-            for place in self._places
-            if place.view is not None and place.writing is None and not place.held
+            slot
+            for slot in self._places
+            if slot.view is not None and slot.writing is None and not slot.held
         ]
-        return max(may_go, key=lambda place: distance(place.bucket.index), default=None)
+        return max(may_go, key=lambda slot: distance(slot.bucket.index), default=None)
 
     def _let_go(self, last: Slot) -> None:
-        """Have a bucket no longer; what is dirty has its place until it has been written."""
+        """Evict a bucket; a dirty one keeps its memory until it has been written."""
         if last.reading is not None:
             self._await(last.reading)
-            last.reading.exception()  # whoever wants it will read it again
+            last.reading.exception()  # ignore a failure: the next use of the bucket reads it again
             last.reading = None
             self._take_back(last)
         elif last.dirty:
@@ -335,70 +347,71 @@ class Residency:
             self._take_back(last)
 
     def _read_ahead(self) -> None:
-        """Begin reads, in order, as far as there is room."""
+        """Begin reads, in order, while there is memory for them."""
         if self._fresh:
             return
         self._next_read = max(self._next_read, self._position)
         while self._next_read < len(self._order):
-            place = self._places[self._order[self._next_read]]
-            if place.writing is not None:
-                place.keep = True  # it need not be read again
-            elif place.view is None:
-                if not place.stored:
-                    return  # it needs a place, and nothing after it may take that one
-                if not self._give_place(place, insist=False):
+            slot = self._places[self._order[self._next_read]]
+            if slot.writing is not None:
+                slot.keep = True  # the bucket is needed again soon, and keeping it saves a read
+            elif slot.view is None:
+                if not slot.stored:
+                    return  # nothing to read, but acquire() will need memory for this bucket: leave it free
+                if not self._give_place(slot, insist=False):
                     return
             self._next_read += 1
 
-    def _write(self, place: Slot, *, keep: bool) -> StorageError | None:
-        """Begin to write a bucket; return why that is not possible, a full disk, say."""
-        place.keep = keep
-        if place.bucket.nbytes == 0:
-            place.dirty = False
-            place.stored = False
+    def _write(self, slot: Slot, *, keep: bool) -> StorageError | None:
+        """Begin to write a bucket; return the error if that is impossible, for example on a full disk."""
+        slot.keep = keep
+        if slot.bucket.nbytes == 0:
+            slot.dirty = False
+            slot.stored = False
             return None
         try:
-            assert place.view is not None
-            place.writing = place.bucket.write(self._store, place.view)
+            assert slot.view is not None
+            slot.writing = slot.bucket.write(self._store, slot.view)
         except StorageError as error:
             return error
-        self._writing.append(place)
+        self._writing.append(slot)
         return None
 
-    def _reap(self, *, wanted: bool = False) -> None:
-        """Look at writes that have ended. One that failed leaves its bucket in memory; ``wanted`` raises it."""
+    def _reap(self, *, raising: bool = False) -> None:
+        """Process finished writes; a bucket with a failed write stays in memory. ``raising`` raises the failure."""
         failure: Exception | None = None
-        for place in [place for place in self._writing if place.writing and place.writing.done()]:
-            assert place.writing is not None
-            error = place.writing.exception(0)
-            place.writing = None
-            self._writing.remove(place)
+        for slot in [slot for slot in self._writing if slot.writing and slot.writing.done()]:
+            assert slot.writing is not None
+            error = slot.writing.exception(0)
+            slot.writing = None
+            self._writing.remove(slot)
             if error is not None:
                 failure = failure or error
                 continue
-            self.counters.written_nbytes += place.bucket.nbytes
-            place.dirty, place.stored = False, True
-            if not place.keep:
-                self._take_back(place)
-        if failure is not None and wanted:
+            self.counters.written_nbytes += slot.bucket.nbytes
+            slot.dirty, slot.stored = False, True
+            if not slot.keep:
+                self._take_back(slot)
+        if failure is not None and raising:
             raise failure
 
-    def _take_back(self, place: Slot) -> None:
-        if place.view is not None:
-            if place.bucket.nbytes:
-                self._arena.give_back(place.bucket.index)
-            place.view = None
-            for unit in place.bucket.units:
+    def _take_back(self, slot: Slot) -> None:
+        """Free a bucket's memory, if it has any; the contents are lost unless they are stored."""
+        if slot.view is not None:
+            if slot.bucket.nbytes:
+                self._arena.give_back(slot.bucket.index)
+            slot.view = None
+            for unit in slot.bucket.units:
                 unit.forget_views()
 
     def _await_a_write(self) -> None:
+        """Wait for the oldest write in flight, to free memory; raise if no write is in flight."""
         if self._writing:
             self._await_oldest()
-            self._reap(wanted=True)
+            self._reap(raising=True)
             return
-        raise MemoryError(
-            "no place can be had"
-        )  # not reached: the arena has room for what is held at once
+        # Unreachable: the arena has room for all buckets that are held at once.
+        raise MemoryError("no memory for a bucket")
 
     def _await_oldest(self) -> None:
         oldest = self._writing[0].writing
@@ -406,7 +419,7 @@ class Residency:
         self._await(oldest)
 
     def _await(self, moving: Future[Any], *, going_on: bool = False) -> None:
-        """Wait; ``going_on`` begins further reads meanwhile, in places that writes leave."""
+        """Wait for a transfer; with ``going_on``, meanwhile begin reads in memory that finished writes have freed."""
         if moving.done():
             return
         began = time.perf_counter()

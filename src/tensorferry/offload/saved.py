@@ -1,7 +1,12 @@
-"""What is written beside buckets, so that another optimizer can read them: which state lies where, and what is small.
+"""The record of an offloaded optimizer, stored with its buckets: the layout of the state and its small values.
 
-It is a plain dict, serialized by ``torch.save`` and read with ``weights_only``: reading it runs no code. What many
-units have is in it once (all count the same steps), and where state lies as JSON: both are milliseconds that way.
+A *bucket* is one tensor in the store, with the state of some *units*: parameters, or pieces of large ones
+(``plan.py``). A record and its buckets are a checkpoint, which the user has requested, or the commit of a step. With
+parameters on drives, the parameters are in *slabs*, other tensors of the same store (``slabs.py``).
+
+The record is a plain dict, written by ``torch.save`` and read with ``weights_only``, so reading it runs no code. A
+state that many units share (all count the same steps) is stored once, and the layout is JSON. Both make reading and
+writing a matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -33,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _FORMAT = 3
-# Tensors of no more bytes are compared.
+# Tensors up to this size are compared by value to find equal states.
 _SMALL_NBYTES = 64
-# Parameters of a commit are stored together in tensors of about this size.
+# Parameters of a commit are packed into tensors of about this size.
 _PARAMS_NBYTES = 8 << 20
 
 
@@ -48,16 +53,16 @@ def to_record(
     *,
     slabs: list[tuple[str, int]] | None = None,
 ) -> bytes:
-    """Return the record of an optimizer; ``slabs`` are the tensors and offsets where parameters are.
+    """Return the record of an optimizer; ``slabs`` has, for each parameter in the store, its tensor and offset there.
 
     Raises
     ------
     ValueError
-        A group has a value that cannot be read again without running code.
+        A group has a value that cannot be read without running code.
     """
-    states = _States()
+    states = _StateTable()
     layout = [
-        {"nbytes": bucket.nbytes, "units": [_described(unit, states) for unit in bucket.units]}
+        {"nbytes": bucket.nbytes, "units": [_describe_unit(unit, states) for unit in bucket.units]}
         for bucket in buckets
     ]
     record = {
@@ -65,7 +70,7 @@ def to_record(
         "steps": steps,
         "optimizer": name,
         "groups": groups,
-        "params": [_kind_of(param) for param in params],
+        "params": [_geometry_of(param) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
         **({} if slabs is None else {"slabs": slabs}),
@@ -76,32 +81,33 @@ def to_record(
         torch.load(io.BytesIO(written.getvalue()), weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"param_groups, or a state that is small, have a value that cannot be saved: {error}"
+            f"param_groups: a value, or a small value of the state, cannot be saved: {error}"
         ) from None
     return written.getvalue()
 
 
-def _kind_of(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+def _geometry_of(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     local = local_of(param)
     return tuple(local.shape), tuple(local.stride()), _name_of(param.dtype)
 
 
-class _States:
-    """The states of units, but for what lies in buckets; each different one once."""
+class _StateTable:
+    """The states of units without the values in buckets; equal states occur once."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
         self._numbers: dict[Any, int] = {}
-        self._kept: list[Any] = []  # so that what is told apart by its address stays there
+        # These references keep the leaves alive, so no new object gets an id() that is already in a key.
+        self._kept: list[Any] = []
 
     def number_of(self, unit: Unit) -> int:
-        """Return the place of a unit's state in ``all``."""
+        """Return the index of a unit's state in ``all``."""
         assert unit.leaves is not None
         self._kept.append(unit.leaves)
         key = unit.spec, tuple(map(_identity, unit.leaves))
         try:
             number = self._numbers.setdefault(key, len(self.all))
-        except TypeError:  # structures that cannot be hashed
+        except TypeError:  # an unhashable structure
             number = len(self.all)
         if number == len(self.all):
             self.all.append(unflatten(unit.leaves, unit.spec))
@@ -109,7 +115,7 @@ class _States:
 
 
 def _identity(leaf: Any) -> Any:
-    """Return what equal leaves have in common, and different ones have not."""
+    """Return a key that is equal only for equal leaves."""
     if type(leaf) in (int, bool, str, type(None)):
         return type(leaf), leaf
     if (
@@ -125,7 +131,7 @@ def _identity(leaf: Any) -> Any:
     return "is", id(leaf)
 
 
-def _described(unit: Unit, states: _States) -> dict[str, Any]:
+def _describe_unit(unit: Unit, states: _StateTable) -> dict[str, Any]:
     return {
         "param": unit.index,
         "start": unit.start,
@@ -142,18 +148,19 @@ def _described(unit: Unit, states: _States) -> dict[str, Any]:
 
 
 class Saved:
-    """Buckets and record of an optimizer in a store that is open for reading.
+    """The buckets and the record of an optimizer in a store that is open for reading.
 
     Raises
     ------
     StorageError
-        The record is not what an optimizer writes.
+        The record was not written by an offloaded optimizer.
     """
 
     def __init__(self, store: TensorStore, path: str) -> None:
         self._store = store
         self._path = path
-        self._slab: tuple[str, torch.Tensor] | None = None  # the last one that was read
+        # The name and the bytes of the slab that was read last.
+        self._slab: tuple[str, torch.Tensor] | None = None
         try:
             record = torch.load(io.BytesIO(store.record), weights_only=True)
             if record["format"] != _FORMAT:
@@ -172,41 +179,42 @@ class Saved:
         except Exception as error:
             raise StorageError(
                 None,
-                f"no optimizer's state, or one of another release of tensorferry: {error}",
+                "this is not the state of an offloaded optimizer, or a release of tensorferry with another format "
+                f"wrote it: {error}",
                 path,
             ) from None
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Refuse what does not have as many groups of as many parameters.
+        """Raise if the groups have other numbers of parameters.
 
         Raises
         ------
         ValueError
-            It is of another optimizer.
+            The record is of another optimizer.
         """
         counts = [len(group["params"]) for group in groups]
         theirs = [len(group["params"]) for group in self.groups]
         if counts != theirs:
             raise ValueError(
-                f"{self._path!r} has groups of {theirs} parameters, and this optimizer has {counts}"
+                f"the groups of this optimizer have {counts} parameters, those in {self._path!r} have {theirs}"
             )
 
     def check_values(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse groups that lack a value which an optimizer has in each, now that it has loaded them.
+        """Raise if groups that an optimizer has just loaded lack a value for which the optimizer has a default.
 
-        More of them do no harm: schedulers keep theirs there, too, and may be made before a state is loaded or after.
+        Additional values are allowed: schedulers store values in the groups, and may be made before or after loading.
 
         Raises
         ------
         ValueError
-            It is of another optimizer.
+            The record is of another optimizer.
         """
-        # torch adds "differentiable" to the defaults of any optimizer that has loaded.
+        # load_state_dict() of torch adds "differentiable" to the defaults of every optimizer.
         for name in sorted(optimizer.defaults.keys() - {"differentiable"}):
             if any(name not in group for group in optimizer.param_groups):
                 raise ValueError(
-                    f"{self._path!r} has groups of {self.optimizer} there, without the {name!r} of "
-                    f"{type(optimizer).__name__}"
+                    f"{self._path!r} was saved by {self.optimizer}: a group there has no value {name!r}, which "
+                    f"{type(optimizer).__name__} needs"
                 )
 
     def layout(
@@ -216,14 +224,14 @@ class Saved:
         may_be_cut: Callable[[torch.Tensor], bool],
         name: str,
     ) -> list[Bucket]:
-        """Return the buckets as they lie there, for these parameters, whose state would be planned so here.
+        """Return the saved buckets for these parameters, with a check against the layout that is planned for them.
 
-        ``name`` is the class of the optimizer that is to have them.
+        ``name`` is the class of the optimizer that loads the state.
 
         Raises
         ------
         ValueError
-            They have another state.
+            The parameters need a different state.
         """
         mine = {unit.index: unit for bucket in planned for unit in bucket.units}
         buckets = []
@@ -238,12 +246,12 @@ class Saved:
     def check_params(
         self, params: Sequence[torch.Tensor], step_dtypes: Sequence[torch.dtype]
     ) -> None:
-        """Refuse what is of other parameters, or of such that were stepped in another dtype.
+        """Raise if the record is of other parameters, or of parameters that were stepped in another dtype.
 
         Raises
         ------
         ValueError
-            It has the first parameter that differs.
+            The message names the first parameter that differs.
         """
         for unit in (unit for bucket in self.buckets for unit in bucket.units):
             here = step_dtypes[unit.index]
@@ -252,16 +260,16 @@ class Saved:
             ):
                 raise ValueError(
                     f"{self._path!r}: parameter {unit.index} was stepped as {unit.dtype} there, and is as {here} here; "
-                    "what helps: the master_dtype of then"
+                    "remedy: the same master_dtype"
                 )
         for index, (param, (shape, stride, dtype)) in enumerate(
             zip(params, self.params, strict=True)
         ):
-            mine_shape, mine_stride, mine_dtype = _kind_of(param)
+            mine_shape, mine_stride, mine_dtype = _geometry_of(param)
             if (mine_shape, mine_dtype) != (shape, dtype):
                 raise ValueError(
                     f"{self._path!r}: parameter {index} is {dtype} of shape {shape} there, and {mine_dtype} of "
-                    f"shape {mine_shape} here (state of sharded parameters is each rank's own: to load it on another "
+                    f"shape {mine_shape} here (each rank saves the state of its shards: to load it on another "
                     "number of ranks use torch.distributed.checkpoint)"
                 )
             moved = [
@@ -270,8 +278,8 @@ class Saved:
             ]
             if any(moved):
                 raise ValueError(
-                    f"{self._path!r}: parameter {index} has strides of {stride} there, and of {mine_stride} here; what "
-                    "helps: load it in the memory format that it had"
+                    f"{self._path!r}: parameter {index} has strides of {stride} there, and of {mine_stride} here; "
+                    "remedy: load into a model with the same memory format"
                 )
 
     def _unit_for(
@@ -282,7 +290,10 @@ class Saved:
         may_be_cut: Callable[[torch.Tensor], bool],
         alike: bool,
     ) -> Unit:
-        """Return a unit as it is stored, if a parameter's own would have the same fields."""
+        """Return a unit as it is saved, if the planned unit of the parameter has the same fields.
+
+        ``alike`` is whether an optimizer of the same class saved the unit; then the fields may differ a little.
+        """
         own = planned[saved.index]
         whole = saved.stop is None and own.stop is None
         there, here = [
@@ -292,8 +303,9 @@ class Saved:
             ]
             for fields in (saved.fields, own.fields)
         ]
-        # A place that is not needed here may be there: some make state in the first step alone. What is small may lie
-        # beside the bucket there: a user has written it into the state, say.
+        # The saved unit may have more fields, because some optimizers create state only in the first step. It may lack
+        # a small field: a user may have put a tensor of another dtype or shape into the state in its place, and such a
+        # tensor is saved among the small values.
         names = {each.name for each in saved.fields}
         for each, key in zip(own.fields, here, strict=True):
             beside = each.name not in names and each.nbytes < SMALL_NBYTES and not each.is_master
@@ -303,8 +315,8 @@ class Saved:
             self._refuse(saved, own)
         if saved.stop is not None and not may_be_cut(param):
             raise ValueError(
-                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and cannot be here; it is of "
-                f"another optimizer ({self.optimizer})"
+                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and cannot be here; the state "
+                f"is of another optimizer ({self.optimizer})"
             )
         unit = Unit(
             saved.index, param, saved.start, saved.stop, saved.fields, own.dtype, own.layout
@@ -326,34 +338,35 @@ class Saved:
         )
 
     def state_like(self, index: int) -> dict[Any, Any] | None:
-        """Return a parameter's state there, with tensors that have shapes and no values for those in buckets."""
+        """Return a parameter's saved state, with tensors without values for those in buckets."""
         unit = next(
             (each for bucket in self.buckets for each in bucket.units if each.index == index), None
         )
         return None if unit is None else shape_of_state(unit, self.params[index][0])
 
     def read(self, bucket: Bucket, memory: torch.Tensor) -> None:
-        """Read a bucket's bytes, and verify them.
+        """Read a bucket's bytes into memory, and verify them.
 
         Raises
         ------
         StorageError
-            They cannot be read, or are damaged.
+            The bytes are unreadable or damaged.
         """
         if bucket.nbytes and bucket.name in self._store:
             self._store.read(bucket.name, memory).result()
 
     def set_params(self, params: Sequence[torch.Tensor]) -> None:
-        """Give parameters the values that they had when this was committed.
+        """Set parameters to their values at the time of the commit.
 
         Raises
         ------
         StorageError
-            As with :meth:`read`.
+            As for :meth:`read`.
         """
         if self._slabs:
             raise ValueError(
-                f"{self._path!r} is of a training whose parameters are on drives: it is restored by offload_training()"
+                f"{self._path!r} was committed by offload_training(), with parameters on drives; continue it "
+                "with offload_training(), not with offload_optimizer()"
             )
         for name, members in packed_params(params):
             locals_ = [local_of(param).detach() for param in members]
@@ -362,22 +375,23 @@ class Saved:
                 self._store.read(name, [tensor_bytes(each) for each in locals_]).result()
                 continue
             values = self._store.read(name).result()
-            for local, value in zip(locals_, unpacked(members, values), strict=True):
+            for local, value in zip(locals_, unpack(members, values), strict=True):
                 local.copy_(value)
 
     def read_param(self, index: int, memory: torch.Tensor) -> None:
-        """Read the bytes of a parameter that was on a drive when this was committed.
+        """Read the bytes of a parameter that was on a drive at the time of the commit.
 
         Raises
         ------
         ValueError
-            It was in memory.
+            The parameter was in memory.
         StorageError
-            As with :meth:`read`.
+            As for :meth:`read`.
         """
         if not self._slabs:
             raise ValueError(
-                f"{self._path!r} is of an optimizer whose parameters were in memory: offload_optimizer() restores it"
+                f"{self._path!r} was committed by offload_optimizer(), with parameters in memory; continue it "
+                "with offload_optimizer(), not with offload_training()"
             )
         name, at = self._slabs[index]
         if self._slab is None or self._slab[0] != name:
@@ -386,15 +400,15 @@ class Saved:
         memory.copy_(self._slab[1][at : at + memory.numel()])
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._slab = None
         self._store.close()
 
     def _read_buckets(self, layout: list[dict[str, Any]], states: list[Any]) -> list[Bucket]:
         buckets = []
-        for number, told in enumerate(layout):
-            bucket = Bucket(number, int(told["nbytes"]))
-            bucket.units = [self._read_unit(each, bucket, states) for each in told["units"]]
+        for number, entry in enumerate(layout):
+            bucket = Bucket(number, int(entry["nbytes"]))
+            bucket.units = [self._read_unit(each, bucket, states) for each in entry["units"]]
             used = any(unit.swapped or unit.has_master for unit in bucket.units)
             there = self._store.info(bucket.name).nbytes if bucket.name in self._store else 0
             if used and there != bucket.nbytes:
@@ -402,14 +416,16 @@ class Saved:
             buckets.append(bucket)
         return buckets
 
-    def _read_unit(self, told: dict[str, Any], bucket: Bucket, states: list[Any]) -> Unit:
-        index, start, stop = int(told["param"]), int(told["start"]), told["stop"]
+    def _read_unit(self, entry: dict[str, Any], bucket: Bucket, states: list[Any]) -> Unit:
+        index, start, stop = int(entry["param"]), int(entry["start"]), entry["stop"]
         count = math.prod(self.params[index][0])
         if not 0 <= start <= (count if stop is None else int(stop)) <= count:
-            raise ValueError(f"a piece of parameter {index} from {start} to {stop}")
+            raise ValueError(
+                f"parameter {index} has a piece of elements {start} to {stop}, which is not within its {count} elements"
+            )
         unit = Unit(index, torch.empty(0, device="cpu"), start, None if stop is None else int(stop))
-        unit.dtype = _dtype_of(told["dtype"]) if told["dtype"] else None
-        for name, offset, dtype, shape, stride, is_master in told["fields"]:
+        unit.dtype = _dtype_of(entry["dtype"]) if entry["dtype"] else None
+        for name, offset, dtype, shape, stride, is_master in entry["fields"]:
             each = Field(
                 *(str(name), int(offset), _dtype_of(dtype), tuple(shape), tuple(stride)),
                 is_master=bool(is_master),
@@ -423,19 +439,21 @@ class Saved:
             if each.nbytes and (reach + 1) * each.dtype.itemsize > each.nbytes:
                 raise ValueError(f"{name!r} of parameter {index} has strides that reach too far")
             unit.fields.append(each)
-        unit.has_master = bool(told["master"]) and unit.master is not None
-        if told["state"] is not None:
-            unit.leaves, unit.spec = flatten(states[told["state"]])
+        unit.has_master = bool(entry["master"]) and unit.master is not None
+        if entry["state"] is not None:
+            unit.leaves, unit.spec = flatten(states[entry["state"]])
             names = names_in(unit.spec)
-            for at, number in told["swapped"]:
+            for at, number in entry["swapped"]:
                 if names[int(at)] != unit.fields[int(number)].name:
-                    raise ValueError(f"{names[int(at)]!r} of parameter {index} has another field")
+                    raise ValueError(
+                        f"{names[int(at)]!r} of parameter {index} refers to the field of another state tensor"
+                    )
                 unit.swapped.append((int(at), unit.fields[int(number)]))
         return unit
 
 
-def committed(paths: list[str]) -> list[Saved]:
-    """Return what an earlier run has committed in directories: its last step, and the one before if that is kept."""
+def open_commits(paths: list[str]) -> list[Saved]:
+    """Open the commits of an earlier run in directories: the last one, and the one before it if it was kept."""
     found: list[Saved] = []
     try:
         for previous in (False, True):
@@ -446,6 +464,7 @@ def committed(paths: list[str]) -> list[Saved]:
                 store.close()
                 raise
     except StorageError as error:
+        # There may be no commit, or no previous one. A previous one that is damaged is not needed.
         if not found and error.errno != errno.ENOENT:
             raise
     except BaseException:
@@ -458,7 +477,7 @@ def committed(paths: list[str]) -> list[Saved]:
 def packed_params(
     params: Sequence[torch.Tensor],
 ) -> list[tuple[str, list[torch.Tensor]]]:
-    """Return how parameters are stored in a commit: the names of tensors, and the parameters in each."""
+    """Return how a commit stores parameters: names of tensors, with the parameters in each."""
     packs: list[list[torch.Tensor]] = []
     room = 0
     for param in params:
@@ -474,7 +493,7 @@ def packed_params(
 
 
 def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return parameters' bytes, one after the other; those of one contiguous parameter are not copied."""
+    """Return the bytes of parameters one after the other; a single contiguous parameter is not copied."""
     return (
         torch.cat([tensor_bytes(local_of(param).detach().contiguous()) for param in members])
         if (len(members) > 1)
@@ -482,11 +501,13 @@ def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:
     )
 
 
-def unpacked(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the values of parameters out of what :func:`pack` has made."""
+def unpack(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the values of parameters from the bytes that :func:`pack` returned."""
     sizes = [local_of(param).nbytes for param in members]
     if sum(sizes) != values.numel():
-        raise ValueError(f"{values.numel()} bytes of parameters, not {sum(sizes)}")
+        raise ValueError(
+            f"the commit has {values.numel()} bytes for these parameters; expected {sum(sizes)}"
+        )
     return [
         (part if part.storage_offset() % param.itemsize == 0 else part.clone())
         .view(param.dtype)

@@ -1,11 +1,11 @@
-"""What a model's next forward pass will want, by its last one, and what of it should stay in memory: no I/O here.
+"""Prediction of a model's next forward pass from the last one, and the choice of weights that stay in memory.
 
-A *step* is one use of a module: it wants some weights at the same time. A pass is a sequence of steps, and the next
-pass is expected to be the same. Such a scan goes round: what was used last is wanted last again, so that keeping what
-was used last (LRU) would keep nothing that is wanted next. Instead a fixed part of the weights stays, and all others go
-through a window. Each byte that stays saves one byte of reading in every pass, whichever it is; so the choice is free
-to leave the window small (large weights stay first), to save requests (small ones do), and to spread what is read
-evenly, so that the drive is busy all the time.
+A *step* is one use of a module, which needs some weights at the same time. A pass is a sequence of steps, and the next
+pass is expected to repeat the last one. In such a cyclic scan the most recently used weight is needed last, so an LRU
+cache would always evict what is needed next. Instead, a fixed part of the weights stays in memory, and all others
+pass through a window. Each byte that stays saves reading one byte per pass, whichever byte it is. So the choice is
+made to keep the window small (large weights stay first), to save requests (small weights stay), and to spread the
+reads evenly over the pass, which keeps the drive busy. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# A request more costs a drive about as much as so many bytes.
+# A request costs a drive about as much time as reading this many more bytes.
 _SMALL_NBYTES = 256 << 10
-# What is on its way to keep a drive busy, where the budget allows.
+# Bytes in flight that keep a drive busy, if the budget allows.
 _WINDOW_NBYTES = 64 << 20
-# Steps of a pass that are remembered: a loop within forward() must not fill memory.
+# The most steps of a pass that are recorded: a long loop within forward() must not fill memory.
 _MAX_STEPS = 1 << 17
 
 
 def needed_nbytes(steps: Sequence[Sequence[int]], nbytes: Mapping[int, int]) -> int:
-    """Return how much the largest step takes."""
+    """Return the bytes of the largest step."""
     return max((sum(nbytes[weight] for weight in set(step)) for step in steps), default=0)
 
 
 def kept(
     steps: Sequence[Sequence[int]], nbytes: Mapping[int, int], budget_nbytes: int
 ) -> frozenset[int]:
-    """Return the weights that should stay in memory.
+    """Choose the weights that stay in memory.
 
     Parameters
     ----------
     steps : sequence of sequences of int
-        The weights that each step of a pass wants.
+        The weights that each step of a pass needs.
     nbytes : mapping of int to int
-        How much memory each weight takes.
+        The memory of each weight.
     budget_nbytes : int
-        What there is for all: at least :func:`needed_nbytes`.
+        Memory for all weights, at least :func:`needed_nbytes`.
 
     Returns
     -------
     frozenset of int
-        The others have a window of what remains: two of the largest steps, where the budget has room for these.
+        The chosen weights. The rest of the budget, two of the largest steps if possible, is the window for the others.
     """
     uses = Counter(weight for step in steps for weight in set(step))
     if sum(nbytes[weight] for weight in uses) <= budget_nbytes:
@@ -62,12 +62,13 @@ def kept(
         free -= nbytes[weight]
     found |= _largest(steps, nbytes, found, uses, budget_nbytes)
     free = budget_nbytes - _window(steps, nbytes, found, budget_nbytes) - _sum(found, nbytes)
-    for weight, count in uses.most_common():  # each use is a read
+    for weight, count in uses.most_common():  # each use of a weight that does not stay is a read
         if count < 2:
             break
         if weight not in found and nbytes[weight] <= free:
             found.add(weight)
             free -= nbytes[weight]
+    # Spread the weights that stay evenly over the pass: `due` grows with each weight, and a weight stays if it fits.
     others = [weight for weight in uses if weight not in found]  # in the order of the pass
     share = max(free, 0) / max(_sum(others, nbytes), 1)
     due = 0.0
@@ -77,7 +78,7 @@ def kept(
             found.add(weight)
             free -= nbytes[weight]
             due -= nbytes[weight]
-    for weight in others:  # what the sizes have left over
+    for weight in others:  # fill the remaining budget
         if weight not in found and nbytes[weight] <= free:
             found.add(weight)
             free -= nbytes[weight]
@@ -91,7 +92,10 @@ def _largest(
     uses: Mapping[int, int],
     budget_nbytes: int,
 ) -> set[int]:
-    """Return so many of the largest weights that most is kept: with each of them the window may become smaller."""
+    """Return as many of the largest weights as maximize the bytes that stay.
+
+    The window must fit the largest weights that do not stay, so keeping a large weight may reduce the window.
+    """
     chosen: list[int] = []
     best, best_nbytes = 0, budget_nbytes - _window(steps, nbytes, already, budget_nbytes)
     candidates = sorted((w for w in uses if w not in already), key=lambda w: (-nbytes[w], w))
@@ -109,6 +113,7 @@ def _largest(
 def _window(
     steps: Sequence[Sequence[int]], nbytes: Mapping[int, int], staying: set[int], budget_nbytes: int
 ) -> int:
+    """Return the bytes of the window for weights that do not stay: two of the largest steps, or more for the drive."""
     largest = max(
         (sum(nbytes[w] for w in set(step) if w not in staying) for step in steps), default=0
     )
@@ -120,21 +125,21 @@ def _sum(weights: Iterator[int] | Sequence[int] | set[int], nbytes: Mapping[int,
 
 
 class Order:
-    """Which steps come next: those of the last pass, from where the present one is in it.
+    """The expected order of steps: that of the last pass, with the position of the present pass in it.
 
     Parameters
     ----------
     default : sequence of int
-        What is expected as long as there was no pass.
+        The expected steps before the first pass.
 
     Attributes
     ----------
     position : int
-        How many steps the expected ones are ahead of the first one; it grows with each step that was expected.
+        The position of the next expected step; it grows with each expected step, across passes.
     learned : bool
-        Whether there was a pass.
+        Whether a pass has been recorded.
     changed : bool
-        Whether the last pass was another one than that before.
+        Whether the last pass differed from the one before.
     """
 
     def __init__(self, default: Sequence[int]) -> None:
@@ -146,7 +151,7 @@ class Order:
         self.learned = False
 
     def begin_pass(self) -> None:
-        """Expect what the pass before had, if there was one: it went through to its end."""
+        """Begin a pass, and expect the steps of the pass before, which was complete."""
         self.learned |= bool(self._now)
         self.changed = bool(self._now) and self._now != self._last
         if self.changed:
@@ -157,16 +162,16 @@ class Order:
         self._went_back = None
 
     def abandon_pass(self) -> None:
-        """Forget what has been seen since the last pass began: it is no example."""
+        """Discard the steps recorded since the pass began: an incomplete pass is not a prediction."""
         self._now = []
         self._went_back = None
         self.position = 0
 
     def used(self, step: int) -> bool:
-        """Take note of a step; return whether it was expected.
+        """Record a step; return whether it was the expected one.
 
-        One that comes in its turn or a little early moves the position behind it. One from behind does so only when
-        the step that follows it comes next: until then it may be a single one out of order.
+        A step that was expected now or soon moves the position behind it. A step of the past moves the position back
+        only if its successor follows it; until then it may be a single step out of order.
         """
         if len(self._now) < _MAX_STEPS:
             self._now.append(step)
@@ -189,15 +194,15 @@ class Order:
 
     @property
     def length(self) -> int:
-        """How many steps a pass has."""
+        """The number of steps of a pass."""
         return len(self._last)
 
-    def pass_(self) -> list[int]:
+    def pass_steps(self) -> list[int]:
         """Return the steps of a pass."""
         return list(self._last)
 
     def distance(self, step: int) -> int | None:
-        """Return how many steps come before one; None where it is not expected at all."""
+        """Return how many steps precede the next occurrence of a step; None if it is not expected at all."""
         places = self._places.get(step)
         if places is None:
             return None

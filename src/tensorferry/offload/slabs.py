@@ -1,11 +1,12 @@
-"""Parameters and gradients that are on drives: slabs of them, and which slabs are in memory.
+"""Parameters and gradients on drives: their division into slabs, and the slabs in memory.
 
-A slab is parameters that the same modules use and the same group of the optimizer has, one after the other; it is one
-tensor in a store. Its gradients are a second slab, laid out alike. A training wants slabs in an order that comes again
-in every step: those of the forward pass, of the backward pass, and of the optimizer's step. What is in memory is
-decided by the last one: a slab goes whose next use is the furthest (Belady's rule), and reads run ahead.
+A slab is one tensor in a store: consecutive parameters that are used by the same modules and are in the same group of
+the optimizer. A second slab with the same layout has their gradients. Training uses slabs in an order that repeats in
+each step of the training: the forward pass, the backward pass, and the optimizer's step. One such repetition is a
+*cycle*, and the last cycle predicts the next one: the slab with the furthest next use is evicted (Belady's rule), and
+slabs are read ahead in the predicted order.
 
-How parameters are put into slabs depends on the model and the optimizer's groups, never on the memory budget.
+The division into slabs depends on the model and the optimizer's groups, never on the memory budget.
 """
 
 from __future__ import annotations
@@ -26,39 +27,44 @@ if TYPE_CHECKING:
     from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
-# A slab that has more than one parameter has at most so many bytes: several of them are on their way at a time.
+# The largest size of a slab with several parameters; a larger parameter has a slab alone. With this size, several slabs
+# can be in flight at the same time.
 MAX_SLAB_NBYTES = 16 << 20
 
 
 class Slab(Bucket):
-    """Parameters, or their gradients, that are one tensor in a store.
+    """Parameters, or their gradients, in one tensor of a store.
 
     Attributes
     ----------
     fields : dict of parameter to Field
-        The parameters, and where each is.
+        The parameters and their places in the slab.
     gradients : Slab or None
-        The slab of their gradients; None where they are frozen, and in a slab of gradients.
+        The slab of the parameters' gradients. None if the parameters are frozen, or if this is a slab of gradients.
     is_of_gradients : bool
-        Which of both it is.
+        Whether this is a slab of gradients.
     pending : list of callables
-        What is to be done with gradients of this slab before they are used: clipping, say.
+        In a slab of gradients: functions such as clipping, to be called with the gradients before they are used.
     memory, on_device : torch.Tensor or None
-        Its bytes while it is held, and those of the copy with which the model computes, if that is on a GPU.
+        The slab's bytes while it is held, and a copy of them on the GPU if the model computes there.
     lent : torch.Tensor or None
-        The same bytes as parameters have them, so that it can be seen who else keeps these.
+        The same bytes as ``memory``, as a separate storage for the parameters. The storage's reference count shows
+        whether other tensors use it.
     written : int
-        How often it has been seen that a forward() has written into parameters.
+        How many times a forward() has been found to write into parameters.
     holds : int
-        How many want it in memory now.
+        The number of uses for which the slab must be in memory now: by modules, the backward pass, the optimizer or a
+        caller of :meth:`Training.held`.
     stays : bool
-        Whether it is in memory all the time.
+        Whether the slab is always in memory.
     kept : int
-        How many of those that hold it are not a pass that may have been interrupted.
+        How many of the holds are those of :meth:`Training.held`. They remain when an interrupted pass is cleaned up.
     versions : list of int
-        Those that parameters had when they got their values.
+        torch's version counters of the parameters (``_version``) at the time when they got their values; changed
+        counters show that a forward() has written into parameters.
     version : int
-        How often it has been held by the optimizer's step: what autograd has saved of it is of one version.
+        Grows whenever the optimizer or a caller of :meth:`Training.held` changes the parameters. A tensor that autograd
+        saved at another version cannot be used any more.
     """
 
     def __init__(
@@ -80,41 +86,41 @@ class Slab(Bucket):
         self.version = 0
         self.versions: list[int] = []
         self.store: TensorStore
-        #: Reads frozen parameters from the files that they are in.
+        #: Begins to read frozen parameters from the user's files; None if the slab is in the store.
         self.source: Callable[[torch.Tensor], Future[Any]] | None = None
 
     @property
     def name(self) -> str:
-        """What its store calls it."""
+        """The tensor's name in the store."""
         return self._name
 
     @property
     def here(self) -> torch.Tensor:
-        """Its bytes where the model computes, while it is held."""
+        """The slab's bytes on the model's device, while the slab is held."""
         here = self.memory if self.on_device is None else self.on_device
         assert here is not None
         return here
 
     def read(self, _: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to read it, from the store or the files that it has of its own."""
+        """Begin to read the slab, from its own store (not the argument) or from the user's files."""
         return super().read(self.store, memory) if self.source is None else self.source(memory)
 
     def write(self, _: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to write it."""
+        """Begin to write the slab to its own store (not the argument)."""
         return super().write(self.store, memory)
 
 
 def slabs_of(
     keys: Mapping[torch.Tensor, Any], frozen: Callable[[torch.Tensor], bool]
 ) -> list[Slab]:
-    """Return parameters' slabs, with those of gradients behind them.
+    """Return the slabs of parameters, followed by the slabs of gradients.
 
     Parameters
     ----------
     keys : mapping of parameters
-        In the order of their use; those with equal keys may share a slab.
+        Parameters in the order of their use, each with a key; parameters with equal keys may share a slab.
     frozen : callable
-        Whether a parameter needs no place for a gradient.
+        Returns whether a parameter needs no gradient.
     """
     slabs: list[Slab] = []
     last: dict[Any, Slab] = {}
@@ -133,18 +139,18 @@ def slabs_of(
 
 
 class Cycle(Residency):
-    """Slabs, some of them in memory, for uses that come again in the same order.
+    """Slabs of which some are in memory, for uses that repeat in the same order.
 
     Parameters
     ----------
     nbytes : int
-        Of memory, in all.
+        Size of the memory for slabs.
     slabs : sequence of Slab
-        All of them, by index.
+        All slabs, by index.
     all_in_flight : bool
         As for :class:`~tensorferry.offload.residency.Residency`.
     gpu : int
-        The GPU that slabs are copied to.
+        The index of the GPU to which slabs are copied, or -1.
     """
 
     def __init__(
@@ -156,9 +162,10 @@ class Cycle(Residency):
         gpu: int = -1,
     ) -> None:
         super().__init__(slabs[0].store, nbytes, all_in_flight=all_in_flight, gpu=gpu)
+        # Read-ahead has handled all expected uses before this position of the order, which counts across cycles.
         self._frontier = 0
-        self._orders: dict[str, Order] = {}
-        #: The uses of a step of which nothing is known yet.
+        self._orders: dict[str, Order] = {}  # by kind of cycle
+        #: The uses of slabs that are expected in the first step of the training.
         self.default = _expected(slabs)
         self.expect("", self.default)
         self._stores = {slab.store for slab in slabs}
@@ -169,7 +176,10 @@ class Cycle(Residency):
         self._places = [Slot(slab, stored=slab.source is not None) for slab in slabs]
 
     def expect(self, kind: str, default: Sequence[int], *, begin: bool = True) -> None:
-        """Expect the uses of the last cycle of a kind; ``default`` as long as there was none."""
+        """Expect the uses of the last cycle of a kind, or ``default`` before the first one.
+
+        Without ``begin``, a cycle of this kind is in progress and continues.
+        """
         self._cycle = self._orders.setdefault(kind, Order(default))
         if begin:
             self._cycle.begin_pass()
@@ -181,18 +191,19 @@ class Cycle(Residency):
         Raises
         ------
         StorageError, MemoryError
-            As :meth:`acquire`.
+            As for :meth:`acquire`.
         """
         places = [self._places[index] for index in indices]
         for place in places:
+            # After an unexpected use, read ahead from the position that the order has found for it.
             if not self._cycle.used(place.bucket.index):
                 self._frontier = self._cycle.position
         held = [place for place in places if place.held]
         try:
-            for place in places:  # all are on their way before one is waited for
+            for place in places:  # begin all reads before waiting for one
                 reading = place.reading
                 if reading is not None and reading.done() and reading.exception(0) is not None:
-                    # It was read ahead while the drive failed; another try may succeed.
+                    # The read-ahead failed; read again now, when the drive may work.
                     place.reading = None
                     self._take_back(place)
                 place.held = True
@@ -207,14 +218,14 @@ class Cycle(Residency):
             raise
 
     def release(self, index: int, *, dirty: bool) -> None:
-        """Be done with a slab: it stays until its place is wanted."""
+        """End the use of a slab, which stays in memory until another slab needs the memory."""
         place = self._places[index]
         place.held = False
         place.dirty |= dirty
         self._read_ahead()
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the memory back."""
+        """Wait for transfers in flight, and release the memory."""
         self.settle()
         for place in self._places:
             self._take_back(place)
@@ -223,11 +234,11 @@ class Cycle(Residency):
             store.close()
 
     def mark_dirty(self, index: int) -> None:
-        """Note that a slab, which is held, has been written into."""
+        """Mark a held slab as modified."""
         self._places[index].dirty = True
 
     def drop(self, index: int) -> None:
-        """Forget what is in a slab, which is not held."""
+        """Discard the contents of a slab that is not held; its next use begins with undefined bytes."""
         place = self._places[index]
         for moving in (place.reading, place.writing):
             if moving is not None:
@@ -244,8 +255,8 @@ class Cycle(Residency):
                 self._arena.taken_nbytes + max(each.bucket.nbytes for each in self._places)
             )
             raise MemoryBudgetError(
-                f"memory_budget: {self.nbytes} bytes for parameters and gradients are not enough, or lie in too small "
-                f"pieces, for what is wanted at the same time: {self._arena.taken_nbytes} are in use",
+                f"memory_budget: {self.nbytes} bytes for parameters and gradients are too few, or too fragmented, for "
+                f"those that are needed at the same time: {self._arena.taken_nbytes} bytes are in use",
                 needed,
             )
         super()._await_a_write()
@@ -255,6 +266,7 @@ class Cycle(Residency):
         if last is None:
             return False
         self._let_go(last)
+        # The evicted slab must be read again before its next use: move read-ahead back to that use.
         if self._frontier > self._cycle.position:
             next_use = self._cycle.position + self._distance(last.bucket.index)
             self._frontier = int(min(self._frontier, next_use))
@@ -266,20 +278,23 @@ class Cycle(Residency):
         while self._frontier < cycle.position + cycle.length:
             place = self._places[cycle.expected(self._frontier)]
             if place.writing is not None:
-                place.keep = True  # it need not be read again
+                place.keep = True  # the slab is needed again soon, and keeping it saves a read
             elif place.view is None and place.stored and not self._find_place(place):
                 return
             self._frontier += 1
 
     def _find_place(self, place: Slot) -> bool:
-        """Begin to read a slab, in the place of such as are wanted later."""
+        """Begin to read a slab ahead; evict only slabs that are needed later than it.
+
+        Return False if the slab has no memory yet; a write that frees memory may have begun.
+        """
         ahead = self._frontier - self._cycle.position
         while True:
             try:
                 if self._give_place(place, insist=False):
                     return True
             except (OSError, MemoryError):
-                return False  # it is not needed yet: who needs it is told
+                return False  # not needed yet: hold() tries again, and raises
             last = self._last_wanted(self._distance)
             if (
                 last is None
@@ -287,6 +302,7 @@ class Cycle(Residency):
                 or self._distance(last.bucket.index) <= ahead
             ):
                 return False
+            # Write no more slabs than needed: writes in flight may already free enough memory.
             if last.dirty:
                 leaving = sum(each.bucket.nbytes for each in self._writing if not each.keep)
                 if leaving >= place.bucket.nbytes or self._write(last, keep=False) is not None:
@@ -300,7 +316,7 @@ class Cycle(Residency):
 
 
 def _expected(slabs: Sequence[Slab]) -> list[int]:
-    """Return the uses of a step of which nothing is known yet: forward, backward, and the optimizer's."""
+    """Return the uses that are expected in the first step of the training: forward, backward, optimizer's step."""
     values = [slab for slab in slabs if not slab.is_of_gradients]
     both = [
         [slab.index] if slab.gradients is None else [slab.index, slab.gradients.index]

@@ -1,7 +1,8 @@
-"""Buckets on the device that steps them: a few buffers there, and copies to and from slots on streams of their own.
+"""Buckets on the device that steps them: buffers there, and copies from and to host memory on separate streams.
 
-The copy of a bucket to the device, the arithmetic on the one before and the copy back of the one before that overlap.
-A slot is released only when the copy back into it is over.
+A bucket is the state of some parameters, which are stepped together. Three operations overlap: the copy of a bucket to
+the device, the arithmetic on the previous bucket, and the copy of the bucket before that back to the host. The host
+memory of a bucket is released only when the copy back is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# One is loaded, one is stepped, one is stored.
+# One bucket is loaded, one is stepped, and one is stored.
 _BUFFERS = 3
 
 
@@ -24,9 +25,9 @@ class Staging:
     Parameters
     ----------
     device : torch.device
-        A GPU, with streams; on any other device copies are blocking.
+        A GPU with streams; on any other device, copies block.
     nbytes : int
-        Of the largest bucket.
+        Size of the largest bucket.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -37,43 +38,47 @@ class Staging:
         make: Any = torch.cuda.Stream
         self._streams = (make(device), make(device)) if device.type == "cuda" else None
         if self._streams is not None:
-            # Memory that torch has given may still be in use by what is queued there.
+            # torch's caching allocator may have reused memory that kernels on the current stream still
+            # use, so the first copies into the buffers wait for these kernels.
             self._streams[0].wait_stream(torch.cuda.current_stream(device))
-        self._on_their_way: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._copies_back: deque[tuple[int, torch.Tensor, Any]] = deque()
 
     def load(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a bucket's bytes on the device; what is queued on the current stream from now on has them."""
+        """Return a bucket's bytes on the device; kernels queued on the current stream from now on see them."""
         if not self._buffers:
-            raise RuntimeError("buffers are given back by stored()")
+            raise RuntimeError("no free buffer: stored() frees them")
         here = self._buffers[0][: memory.numel()]
         if self._streams is None:
             here.copy_(memory)
             return here
         loading, _ = self._streams
-        # The buffer was last used by a copy back, which came after the arithmetic on it and has ended. So this copy
-        # need not wait for the arithmetic on the bucket before.
+        # The buffer was last read by a copy back to the host, which followed the arithmetic on it and has completed. So
+        # this copy need not wait for the arithmetic on the previous bucket.
         with torch.cuda.stream(loading):
             here.copy_(memory, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(loading)
         return here
 
     def store(self, index: int, here: torch.Tensor, memory: torch.Tensor) -> None:
-        """Begin to copy what :meth:`load` has returned, and has been stepped, back to its slot."""
+        """Begin to copy a stepped bucket, in the memory that :meth:`load` returned, back to its host memory."""
         buffer = self._buffers.popleft()
         if self._streams is None:
             memory.copy_(here)
-            self._on_their_way.append((index, buffer, None))
+            self._copies_back.append((index, buffer, None))
             return
         _, storing = self._streams
         storing.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(storing):
             memory.copy_(here, non_blocking=True)
-        self._on_their_way.append((index, buffer, storing.record_event()))
+        self._copies_back.append((index, buffer, storing.record_event()))
 
     def stored(self, *, but: int = 0) -> Iterator[int]:
-        """Yield buckets that are back in their slots, in order; the last ``but`` of them are not waited for."""
-        while len(self._on_their_way) > but:
-            index, buffer, event = self._on_their_way.popleft()
+        """Yield the indexes of stored buckets in order, each after its copy back is complete.
+
+        The last ``but`` buckets are left for a later call.
+        """
+        while len(self._copies_back) > but:
+            index, buffer, event = self._copies_back.popleft()
             self._buffers.append(buffer)
             if event is not None:
                 event.synchronize()

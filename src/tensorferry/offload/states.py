@@ -1,4 +1,8 @@
-"""Optimizer state as torch's dicts have it, out of buckets and into them."""
+"""Conversion of optimizer state between torch's dicts and buckets.
+
+A *bucket* contains the state of some *units*, which are parameters or pieces of large ones. Large tensors of a unit's
+state are *fields* in the bucket's bytes, and all other values stay in memory, in the unit (``plan.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.offload.counted import ATOMS, HOOKS, REPLACED, reaches_tensor
+from tensorferry.offload.optimizer_snapshot import ATOMS, HOOKS, REPLACED_METHODS, reaches_tensor
 from tensorferry.offload.plan import (
     MASTER,
     PACKED_NBYTES,
@@ -26,16 +30,16 @@ if TYPE_CHECKING:
     from tensorferry.offload.plan import Bucket, Field, Unit
     from tensorferry.store import TensorStore
 
-# Classes of tensors whose elements are all there is of them.
-CLASSES = (torch.Tensor, torch.nn.Parameter)
+# Tensor classes without data beyond their elements.
+PLAIN_TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 class UnplannedError(ValueError):
-    """A state has a tensor for which no place was planned."""
+    """A state has a tensor for which no field was planned."""
 
 
 def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
-    """Return a unit's state, with views of a bucket's memory in it."""
+    """Return a unit's state, with views of its fields in a bucket's memory."""
     assert unit.leaves is not None
     leaves = list(unit.leaves)
     for at, each in unit.swapped:
@@ -45,7 +49,10 @@ def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
 
 
 def shape_of_state(unit: Unit, shape: Sequence[int] | None = None) -> dict[Any, Any] | None:
-    """Return a state of which what is in a bucket has no values; a piece's has the shape of its parameter."""
+    """Return a unit's state with meta tensors in place of its fields.
+
+    The meta tensors of a piece get the shape of the whole parameter: ``shape``, or that of ``unit.param``.
+    """
     if unit.leaves is None:
         return None
     leaves = list(unit.leaves)
@@ -59,12 +66,12 @@ def shape_of_state(unit: Unit, shape: Sequence[int] | None = None) -> dict[Any, 
 
 
 def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
-    """Keep a unit's state: what has a field in its bucket's memory, what is small beside it.
+    """Store a unit's new state: fields in the bucket's memory, small values in the unit.
 
     Raises
     ------
     UnplannedError
-        It has a tensor that has no field and is not small; nothing has changed.
+        A tensor has no field and is not small; nothing has changed.
     """
     if not state:
         unit.leaves, unit.spec, unit.swapped = None, None, []
@@ -76,7 +83,7 @@ def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
         if isinstance(leaf, torch.Tensor):
             if name in fields and _fits(leaf, fields[name]):
                 swapped.append((at, fields[name]))
-            elif type(leaf) not in CLASSES or leaf.nbytes >= SMALL_NBYTES:
+            elif type(leaf) not in PLAIN_TENSOR_CLASSES or leaf.nbytes >= SMALL_NBYTES:
                 raise UnplannedError(
                     f"{name!r}, a {type(leaf).__name__} of {leaf.dtype} and shape {tuple(leaf.shape)}"
                 )
@@ -91,15 +98,15 @@ def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
         is_there = leaf.data_ptr() == place and leaf.stride() == each.stride
         if is_there or not leaf.numel():
             continue
-        # It may lie where another field belongs, which is filled before it is read.
+        # The leaf may overlap the range of another field, which the loop below may write before this leaf is copied.
         inside = begin <= leaf.data_ptr() < end
         sources.append((each, leaf.clone() if inside else leaf))
         moved = True
     if moved:
-        unit.forget_views()  # the optimizer may have given them other memory (`.data =`)
+        unit.forget_views()  # the optimizer may have given these tensors other memory (`.data =`)
     for each, leaf in sources:
         each.view(memory).copy_(leaf)
-    # What is small must not lie in the memory of a bucket, which others will use.
+    # Small values must not share a bucket's memory, which later holds another bucket.
     unit.leaves = [
         leaf.clone()
         if isinstance(leaf, torch.Tensor)
@@ -112,25 +119,30 @@ def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
 
 
 def _fits(leaf: torch.Tensor, each: Field) -> bool:
-    return type(leaf) in CLASSES and leaf.dtype == each.dtype and tuple(leaf.shape) == each.shape
+    return (
+        type(leaf) in PLAIN_TENSOR_CLASSES
+        and leaf.dtype == each.dtype
+        and tuple(leaf.shape) == each.shape
+    )
 
 
 class MappedFields:
-    """Fields of buckets as tensors mapped from the store: private copies that the system makes page by page.
+    """Reads fields of buckets as tensors that are mapped from the store, as private copy-on-write mappings.
 
-    They stay as they are, whatever is stored later. Small ones share pages, and are copied: `torch.save` would write
-    the page with each, and refuses tensors of several dtypes in one. Copies are read, not mapped: a drive that fails
-    to read raises then, and would end the process as soon as a mapping is touched.
+    Later writes to the store do not change the mapped tensors. Small fields share pages with other fields and are
+    copied instead: `torch.save` would write the whole page with each field, and refuses tensors of different dtypes in
+    one storage. The copies are made with reads and not from a mapping: if the drive fails, a read raises, while access
+    to a mapping would end the process.
     """
 
-    def __init__(self, store: TensorStore, small: Copied) -> None:
+    def __init__(self, store: TensorStore, small: CopiedFields) -> None:
         self._store = store
         self._small = small
 
     def joined(
         self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
     ) -> torch.Tensor:
-        """Return the elements of a field, those of all its pieces one after the other."""
+        """Return the elements of a field, concatenated over all pieces."""
         ranges = [
             (bucket.name, each.offset, each.nbytes)
             for (bucket, _), each in zip(pieces, fields, strict=True)
@@ -142,8 +154,8 @@ class MappedFields:
         return self._small.joined(pieces, fields)
 
 
-class Copied:
-    """Fields of one parameter's buckets as copies in memory."""
+class CopiedFields:
+    """Reads fields of buckets as copies in memory."""
 
     def __init__(self, read: Callable[[Bucket], torch.Tensor]) -> None:
         self._read = read
@@ -151,7 +163,7 @@ class Copied:
     def joined(
         self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
     ) -> torch.Tensor:
-        """Return the elements of a field, those of all its pieces one after the other."""
+        """Return the elements of a field, concatenated over all pieces."""
         return torch.cat(
             [
                 self._read(bucket)[each.offset : each.offset + each.nbytes].view(each.dtype)
@@ -161,9 +173,9 @@ class Copied:
 
 
 def state_of(
-    pieces: Sequence[tuple[Bucket, Unit]], source: MappedFields | Copied
+    pieces: Sequence[tuple[Bucket, Unit]], source: MappedFields | CopiedFields
 ) -> dict[Any, Any]:
-    """Return a parameter's state as the optimizer has it in memory; its master is an entry, too."""
+    """Return a parameter's state as the optimizer would have it in memory, with the master as an additional entry."""
     first = pieces[0][1]
     local = local_of(first.param)
 
@@ -190,7 +202,7 @@ def state_of(
 
 
 def like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
-    """Return a leaf as one of a sharded parameter's state, where that is sharded."""
+    """Return a state leaf of a sharded parameter as a DTensor like the parameter; other leaves as they are."""
     if local is param or not isinstance(leaf, torch.Tensor) or leaf.shape != local.shape:
         return leaf
     if leaf.dim() == 0:
@@ -209,19 +221,19 @@ def like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
 
 
 def put_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
-    """Put a parameter's state, or a unit's share of it, into its bucket.
+    """Put a parameter's state, or a piece's share of it, into its bucket.
 
     Raises
     ------
     UnplannedError
-        It has a tensor that has no place there.
+        A tensor has no field.
     """
     state = dict(state)
     master = state.pop(MASTER, None) if unit.master is not None else None
     leaves, spec = flatten(state)
     leaves = [_share(unit, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     keep_state(unit, unflatten(leaves, spec), memory)
-    if unit.leaves is not None:  # small values are the caller's
+    if unit.leaves is not None:  # copy small values, which the caller may change
         unit.leaves = [
             leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in unit.leaves
         ]
@@ -232,7 +244,7 @@ def put_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
 
 
 def _share(unit: Unit, value: torch.Tensor) -> torch.Tensor:
-    """Return a unit's elements of a tensor that has as many as its parameter; of another one, all."""
+    """Return a piece's elements of a tensor with the parameter's shape, or all of any other tensor."""
     value, local = local_of(value), local_of(unit.param)
     if unit.stop is None or value.shape != local.shape:
         return value
@@ -240,9 +252,9 @@ def _share(unit: Unit, value: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(tensor: torch.Tensor, *, like: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of a tensor in the order in which a dense one of its shape has them in memory.
+    """Return elements [start, stop) of a tensor, in the memory order of a dense tensor ``like`` of the same shape.
 
-    Where it is laid out as that one they are a view, else a copy of these alone.
+    The result is a view if both have the same strides, and otherwise a copy of these elements.
     """
     tensor = tensor.detach()
     if tensor.stride() == like.stride():
@@ -265,12 +277,12 @@ def _range_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) -> bool:
-    """Return whether a parameter's state has only tensors that were planned.
+    """Return whether each tensor of a parameter's state was planned.
 
     Raises
     ------
     ValueError
-        One has another shape than was planned.
+        A tensor has another shape than planned.
     """
     first = pieces[0][1]
     local = local_of(first.param)
@@ -286,19 +298,19 @@ def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) ->
         shape = tuple(local.shape) if first.stop is not None else planned.shape
         if tuple(local_of(leaf).shape) != shape:
             raise ValueError(
-                f"state_dict: {name!r} of parameter {index} has the shape {tuple(leaf.shape)}, and not {shape}"
+                f"state_dict: {name!r} of parameter {index} has the shape {tuple(leaf.shape)}, not {shape}"
             )
     return known
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
-    """Return an optimizer that loads as another does, with groups of its own, no state and no hooks."""
+    """Return an optimizer of the same class and attributes for loading: with these groups, no state and no hooks."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(
         {
             name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
             for name, value in vars(optimizer).items()
-            if name not in REPLACED
+            if name not in REPLACED_METHODS
         }
     )
     for hooks in HOOKS:
@@ -313,14 +325,14 @@ def cast_like_torch(
     group: dict[str, Any],
     param: torch.Tensor,
     state: Any,
-    beside: Mapping[str, Any],
+    other_entries: Mapping[str, Any],
 ) -> Any:
-    """Return a parameter's state as the optimizer's own ``load_state_dict`` makes it of a saved one.
+    """Return a parameter's state as the optimizer's own ``load_state_dict`` converts it.
 
-    ``beside`` is what else the state dict has.
+    ``other_entries`` contains the other entries of the state dict.
     """
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     twin = twin_of(optimizer, [{**values, "params": [param]}])
     groups = [{**values, "params": [0]}]
-    twin.load_state_dict({**beside, "state": {0: state}, "param_groups": groups})
+    twin.load_state_dict({**other_entries, "state": {0: state}, "param_groups": groups})
     return twin.state[twin.param_groups[0]["params"][0]]

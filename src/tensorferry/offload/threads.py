@@ -1,7 +1,8 @@
-"""How many threads step a bucket: no more than the drive lets work.
+"""The number of threads that step a bucket: as few as do not slow down the steps.
 
-With hundreds of buckets a step OpenMP's threads spin between them, and never sleep. Where steps wait for the drive,
-fewer threads step as soon; one needs no other at all.
+A bucket is the state of some parameters that the optimizer steps together (``plan.py``). With hundreds of buckets per
+step, OpenMP's threads spin between buckets and never sleep. If steps wait for the drive, a few threads finish a step as
+early as many would, and fewer threads spin meanwhile.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from tensorferry.base import openmp
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-# Shares of a step's time that are spent waiting for drives: above, half of the threads do; below, they do not.
+# Shares of a step's time spent waiting for drives. Above the first, halve the threads; below the second, double them.
 _IDLE_SHARE, _BUSY_SHARE = 0.25, 0.05
-# For so many steps fewer threads are not tried again where they have been too few.
+# After doubling the threads, do not halve them again for this many steps.
 _PATIENCE_STEPS = 100
 
 
 class StepThreads:
-    """Chooses how many of torch's threads step, by what the steps before have waited for."""
+    """Chooses the number of torch's threads for steps from the waiting time of the previous steps."""
 
     def __init__(self) -> None:
-        self._count: int | None = None  # none: as many as torch has
+        self._count: int | None = None  # None: all of torch's threads
         self._patience_steps = 0
 
     def limited(self) -> AbstractContextManager[None]:
-        """Have the calling thread step with so many at most."""
-        return openmp.limited(self._count)
+        """Limit the calling thread to the chosen number of threads for the duration of a ``with`` block."""
+        return openmp.limit_threads(self._count)
 
     def note(self, seconds: float, waited_seconds: float) -> None:
-        """Choose anew, after a step that took so long and spent so much of it waiting for drives."""
+        """Choose the number of threads again, after a step of ``seconds`` of which ``waited_seconds`` were waiting."""
         most = torch.get_num_threads()
         count = most if self._count is None else min(self._count, most)
         self._patience_steps = max(self._patience_steps - 1, 0)

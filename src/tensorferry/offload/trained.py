@@ -1,4 +1,9 @@
-"""Training a model whose parameters, gradients and optimizer's state are on drives: what users call."""
+"""Training with parameters, gradients and optimizer state on drives: the public interface.
+
+Parameters and gradients are in slabs (``slabs.py``), and optimizer state is in buckets (``plan.py``). Both are tensors
+in stores. A slab has the parameters of some modules, or their gradients; a bucket has the state of some parameters that
+the optimizer steps together.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +49,21 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import File
     from tensorferry.transfer.futures import Future
 
-# What a directory has that is a checkpoint of torch's.
+# The file that marks a directory as a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
 
-# State has at least this part of the budget, where it does not fit whole.
+# If not everything fits, optimizer state gets at least one part in this many of the budget (an eighth).
 _STATE_SHARE = 8
 
 
 class TrainingOptimizer(OffloadedOptimizer):
-    """The optimizer of a model that is trained on drives; made by :func:`offload_training`."""
+    """The optimizer of a model with its parameters on drives; made by :func:`offload_training`.
 
-    _refusal = "this training is the parent process's: its model cannot be used after fork()"
+    With ``step_in_backward``, the pass over the optimizer's buckets (a
+    :class:`~tensorferry.offload.optimizer.Sweep`) begins in the backward pass, and ``step()`` completes it.
+    """
+
+    _refusal = "this training was set up before fork() and belongs to the parent process: its model cannot be used here"
     _stores_params = True
     _params_nbytes = MAX_SLAB_NBYTES
 
@@ -67,42 +76,45 @@ class TrainingOptimizer(OffloadedOptimizer):
         **options: Any,
     ) -> None:
         self._training = training
-        self._last_order: list[int] = []  # of buckets, in the last step
-        self._waiting: dict[int, set[torch.Tensor]] = {}  # for gradients, by bucket
-        self._is_planned = False
+        self._last_order: list[int] = []  # order of the buckets in the last step
+        # By bucket: parameters for which gradients must still arrive.
+        self._waiting: dict[int, set[torch.Tensor]] = {}
+        self._is_planned = False  # whether the budget has been divided between state and slabs
         super().__init__(optimizer, store, memory_budget_nbytes, **options)
         self._lender.gradient_of = self._lent_gradient
 
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients.
+        """Discard all gradients.
 
         Raises
         ------
         ValueError
-            ``set_to_none`` is False: gradients of zeros would be written to the drive.
+            ``set_to_none`` is False: this would write zeros to the drive.
         """
         if not set_to_none:
             raise ValueError(
-                "set_to_none: gradients on drives are forgotten, not filled with zeros; it must be True"
+                "set_to_none: must be True: gradients on drives are discarded, not filled with zeros"
             )
         with self._locked():
             self._break_early()
-            self._inner.zero_grad(set_to_none=True)  # of parameters without elements
+            # For parameters without elements, which are in no slab.
+            self._inner.zero_grad(set_to_none=True)
             self._training.forget_gradients()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Do what ``torch.nn.utils.clip_grad_norm_`` does for all parameters of the model, to the last bit.
+        """Clip the gradients of all parameters, bit for bit like ``torch.nn.utils.clip_grad_norm_``.
 
-        Norms are taken when gradients come; they are read for it in the first call alone, and after ``unscale_``.
+        After the first call, the norm of each gradient is computed when the gradient arrives. So only the first call,
+        and a call after ``unscale_``, read gradients.
 
         Returns
         -------
         torch.Tensor
-            The norm of all gradients as one vector, before.
+            The norm of all gradients as one vector, before clipping.
         """
         limit, kind = float(max_norm), float(norm_type)
         with self._locked():
@@ -125,7 +137,10 @@ class TrainingOptimizer(OffloadedOptimizer):
             return total
 
     def _total_norm(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of norms, added up in torch's order: by dtype, and in each in the order of the model."""
+        """Return the norm of the gradients' norms, in torch's order of summation.
+
+        That is dtype by dtype, and for each dtype in the order of the model's parameters.
+        """
         alike: list[Any] = [torch.empty(0, dtype=param.dtype) for param in params]
         grouped: Any = _foreach_utils._group_tensors_by_device_and_dtype([alike], with_indices=True)
         norms = [
@@ -137,7 +152,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         return total
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Do what ``torch.nn.utils.clip_grad_value_`` does for all parameters of the model."""
+        """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_value_``."""
         limit = float(clip_value)
         with self._locked():
             self._training.check_gradients()
@@ -151,7 +166,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         return param.grad
 
     def _lent_gradient(self, param: torch.Tensor) -> Any:
-        """Return what the lender has for a parameter's gradient."""
+        """Return the object through which the lender gets a parameter's gradient."""
         found = self._gradient_of(param)
         if found is None or param not in self._training.plan.place_of:
             return found
@@ -160,13 +175,13 @@ class TrainingOptimizer(OffloadedOptimizer):
     # Steps
 
     def _break_early(self) -> None:
-        """Note that a step cannot be finished whose backward pass has failed."""
+        """Mark a step that began in the backward pass as broken if that pass failed: the step cannot be finished."""
         sweep = self._sweep
         if sweep is not None and not sweep.ends and self._training.are_partial:
             sweep.broken = True
 
     def retry(self) -> None:
-        """Go on where a failure stopped; see :meth:`OffloadedOptimizer.retry`."""
+        """Continue after a failure; see :meth:`OffloadedOptimizer.retry`."""
         with self._locked():
             self._break_early()
             super().retry()
@@ -178,7 +193,7 @@ class TrainingOptimizer(OffloadedOptimizer):
             self._training.check_gradients()
         if sweep is None or sweep.ends or sweep.broken:
             return super()._begun_step()
-        # The backward pass has begun it.
+        # The backward pass has begun this step: continue it with the buckets that are not stepped yet.
         sweep.ends = True
         sweep.order += sorted(set(self._order(self._is_stepped)) - set(sweep.order))
         return sweep
@@ -194,16 +209,20 @@ class TrainingOptimizer(OffloadedOptimizer):
             self._training.end_step()
 
     def _step_early(self, params: Iterable[torch.Tensor]) -> None:
-        """Step what can be stepped now that the backward pass is done with some parameters."""
+        """Step buckets in the backward pass, each as soon as all of its parameters may be stepped.
+
+        ``params`` are parameters that have their gradients and that the backward pass no longer needs.
+        """
         with self._locked():
             sweep = self._sweep
             if sweep is None:
-                # What has no gradient yet is not asked for one: it may come.
+                # This class's own _begun_step() would check that all gradients have arrived; some have not yet.
                 sweep = super()._begun_step()
                 assert sweep is not None
                 if sweep.scaling:
                     raise RuntimeError(
-                        "step_in_backward=True: GradScaler must see all gradients before a step"
+                        "step_in_backward=True: cannot be used with GradScaler, which needs all gradients before the "
+                        "first parameter is stepped"
                     )
                 sweep.order, sweep.ends = [], False
                 residency = self._usable()
@@ -236,9 +255,9 @@ class TrainingOptimizer(OffloadedOptimizer):
 
     @contextlib.contextmanager
     def in_memory(self, module: nn.Module) -> Iterator[None]:
-        """Have a module's parameters in memory, with those of modules below it, to be read or written.
+        """Hold the parameters of a module and of the modules below it in memory, for reading and writing.
 
-        They must fit the budget together. What is written in place counts from then on.
+        Together they must fit the budget. The new values of changed parameters are kept.
         """
         with self._locked():
             slabs = self._training.slabs_below(module)
@@ -246,14 +265,14 @@ class TrainingOptimizer(OffloadedOptimizer):
             yield
 
     def stats(self) -> dict[str, Any]:
-        """Return what steps have cost so far: as :meth:`OffloadedOptimizer.stats`, with parameters and gradients.
+        """Return what steps have cost so far: as :meth:`OffloadedOptimizer.stats`, including parameters and gradients.
 
         Returns
         -------
         dict
-            Besides what it has there: ``params_nbytes``, those of parameters and of gradients that are on drives.
-            ``read_nbytes``, ``written_nbytes``, ``endurance_share``, ``wait_seconds`` and ``memory_nbytes`` are of all
-            passes; ``step_seconds`` and ``drive_share`` are of the optimizer's steps.
+            Additionally ``params_nbytes``, the bytes of parameters and gradients on drives. ``read_nbytes``,
+            ``written_nbytes``, ``endurance_share``, ``wait_seconds`` and ``memory_nbytes`` cover all passes;
+            ``step_seconds`` and ``drive_share`` cover the optimizer's steps only.
         """
         with self._locked():
             found = super().stats()
@@ -268,12 +287,12 @@ class TrainingOptimizer(OffloadedOptimizer):
             return found
 
     def drain(self) -> None:
-        """Wait until what is being written behind has been written; raises as :meth:`OffloadedOptimizer.drain`."""
+        """Wait until all write-behind is done. The errors are those of :meth:`OffloadedOptimizer.drain`."""
         super().drain()
         with self._locked(), self._storing():
             self._training.cycle.drain()
 
-    # Checkpoints and commits: the store has parameters, too
+    # Checkpoints and commits, which include parameters
 
     def _settle_and_store(self, residency: Residency) -> None:
         super()._settle_and_store(residency)
@@ -302,15 +321,15 @@ class TrainingOptimizer(OffloadedOptimizer):
         training.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: which parameters are where is decided when the training is offloaded."""
+        """Raise: the placement of parameters is fixed when the training is offloaded."""
         if self._residency is not None:
             raise RuntimeError(
-                "add_param_group: parameters cannot be added to a training that is on drives"
+                "add_param_group: parameters cannot be added to a training with parameters on drives"
             )
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """Give the memory and the space on drives back. The model cannot be used any more: save it before."""
+        """Release the memory and the space on drives. Save the model first: it is unusable afterwards."""
         if self.is_parents or self._residency is None:
             return
         with self._locked():
@@ -318,24 +337,25 @@ class TrainingOptimizer(OffloadedOptimizer):
         super().close()
         self._training.cycle.close()
 
-    # Where things are
+    # Memory and locking
 
     def _begin(self, *, early: bool) -> None:
-        """Have the model's modules bring parameters from now on; ``early`` steps them in the backward pass."""
+        """Install the hooks that bring parameters to modules; ``early`` steps parameters in the backward pass."""
         self._training.take_over(self._guarded, self._step_early if early else None)
 
     def _check_budget(self, buckets: Sequence[Bucket]) -> None:
         if self._is_planned:
             super()._check_budget(buckets)
             return
-        # The first time: the state's share. Each byte saves as much whatever is kept in it.
+        # The first plan divides the budget between state and slabs. Beyond the minimum of each, the division matters
+        # little: a byte of memory saves the same I/O for state as for parameters and gradients.
         plan, nbytes = self._training.plan, self._budget_nbytes
         of_slabs = plan.needed_nbytes([[unit.param for unit in each.units] for each in buckets])
         of_state = needed_nbytes(buckets, self._at_once())
         if nbytes < of_slabs + of_state:
             raise MemoryBudgetError(
-                f"memory_budget: {nbytes} bytes are too few; {of_slabs + of_state} are needed at least: {of_slabs} for "
-                f"parameters and gradients that are wanted at the same time, and {of_state} for state on its way",
+                f"memory_budget: {nbytes} bytes are too few, {of_slabs + of_state} are needed: {of_slabs} for "
+                f"parameters and gradients that are in memory at the same time, and {of_state} for state in flight",
                 of_slabs + of_state,
             )
         share = max(of_state, nbytes - plan.nbytes, nbytes // _STATE_SHARE)
@@ -343,6 +363,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         self._is_planned = True
 
     def _fits_at_home(self, _: Sequence[Bucket]) -> bool:
+        """Return False: with all state in memory, one call would step all parameters, which are on drives."""
         return False
 
     @contextlib.contextmanager
@@ -352,10 +373,10 @@ class TrainingOptimizer(OffloadedOptimizer):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Hold the lock, and signals back, for what is done while the model runs."""
+        """Hold the lock and defer signals, for changes that are made while the model runs."""
         with super()._locked():
             if self._residency is None:
-                raise ValueError("the training is closed: its parameters are gone")
+                raise ValueError("the training is closed: its parameters no longer exist")
             with self._interrupts.deferred():
                 yield
 
@@ -376,66 +397,67 @@ def offload_training(
     endurance: int | str | None = None,
     device: torch.device | str | int = "cpu",
 ) -> tuple[nn.Module, TrainingOptimizer]:
-    """Have a model trained whose parameters, gradients and optimizer's state are on drives.
+    """Prepare a model for training with parameters, gradients and optimizer state on drives.
 
-    Losses and parameters are those that the same training has in memory, bit for bit. Parameters come before their
-    module runs, in the forward pass and again in the backward pass, gradients go as they are made, and the optimizer's
-    step passes over everything once. What the budget has room for stays in memory.
+    Losses and parameters are bit for bit those of the same training in memory. Parameters are read before their module
+    runs, in the forward pass and again in the backward pass; gradients are written when they are computed; and the
+    optimizer's step passes over all of them once. Data that fits the budget stays in memory.
 
     Parameters
     ----------
     model : torch.nn.Module
-        All its parameters that require gradients are the optimizer's. It is changed: its parameters, which stay the
-        same objects, have their values while their module runs.
+        The model. The optimizer must have all of its parameters that require gradients. The parameters stay the same
+        objects, but have values only while their module runs.
     optimizer : torch.optim.Optimizer
-        As for :func:`offload_optimizer`; from now on it is used by what is returned, alone.
+        As for :func:`offload_optimizer`. From now on, use only the returned optimizer.
     directories : path, or a list of paths
         As for :func:`offload_optimizer`.
     memory_budget : int or str
-        Bytes of memory for parameters, gradients and state. Activations, and the gradient of one module that autograd
-        has just made, come on top.
+        Bytes of memory for parameters, gradients and state. Activations, and the gradients that autograd has just
+        computed for one module, need additional memory.
     blocks : iterable of torch.nn.Module
-        The layers: modules that are in memory whole while they run. Of modules outside of blocks, those that have
-        parameters of their own come one by one.
+        The layers: modules that are entirely in memory while they run. Outside of blocks, each module with its own
+        parameters is brought into memory separately.
     checkpoint_activations : bool
-        Whether what blocks compute is computed again in the backward pass (``torch.utils.checkpoint``), so that their
-        activations need no memory between the passes.
+        Whether blocks are computed again in the backward pass (``torch.utils.checkpoint``). Then their activations need
+        no memory between the passes.
     step_in_backward : bool
-        Whether parameters are stepped as soon as the backward pass is done with them, so that their gradients are never
-        written. Then each ``backward()`` is followed by ``step()``, and there is neither clipping nor GradScaler, which
-        need all gradients before the step.
+        Whether to step parameters as soon as the backward pass no longer needs them. Then their gradients are never
+        written. Each ``backward()`` must be followed by ``step()``, and neither clipping nor GradScaler is possible,
+        because both need all gradients before the step.
     files : path or sequence of paths, optional
-        Safetensors files with the model's parameters, as for :func:`stream_weights`, or one directory with a checkpoint
-        of ``torch.distributed.checkpoint``; the model may be on the meta device then. Frozen parameters that have their
-        dtype in safetensors files stay there.
+        Safetensors files with the model's parameters, as for :func:`stream_weights`, or a directory with a checkpoint
+        of ``torch.distributed.checkpoint``. The model may then be on the meta device. Frozen parameters that
+        safetensors files contain in the model's dtype are not copied to ``directories``: each pass reads them from
+        these files.
     master_dtype, commit, weights, endurance
-        As for :func:`offload_optimizer`. A commit has the parameters, too, and not the model's buffers.
+        As for :func:`offload_optimizer`. A commit also contains the parameters, but not the model's buffers.
     device : torch.device, str or int
-        Where the model computes. The optimizer's step is done in host memory.
+        Where the model computes. The optimizer's step always runs in host memory.
 
     Returns
     -------
     tuple of torch.nn.Module and TrainingOptimizer
-        The same model, and the optimizer to step. Gradients are clipped by its ``clip_grad_norm_`` and
-        ``clip_grad_value_``; schedulers and ``torch.amp.GradScaler`` take it as it is.
+        The same model, and the optimizer to step. Clip gradients with its ``clip_grad_norm_`` and
+        ``clip_grad_value_``; it works with schedulers and ``torch.amp.GradScaler``.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable, or several ranks train together; nothing has changed.
+        An argument is invalid, or several ranks train together; nothing has changed.
     NotSeparableError
         The optimizer cannot be stepped piece by piece with the same result.
     MemoryBudgetError
-        The budget is too small; ``needed_nbytes`` would do.
+        The budget is too small; ``needed_nbytes`` is the smallest one that works.
     StorageError
-        The directories have no space for everything, or a file cannot be read.
+        The directories lack space, or a file cannot be read.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
     check_optimizer(optimizer)
     if ranks() > 1:
         raise ValueError(
-            "model: several ranks cannot train one model on drives together; offload_optimizer() takes sharded ones"
+            "model: several ranks cannot train one model on drives together; offload_optimizer() supports sharding"
         )
     one_of(commit, "commit", ("none", "step", "fsync"))
     nbytes = checked_nbytes(memory_budget, "memory_budget")
@@ -443,6 +465,8 @@ def offload_training(
     if master_dtype is not None:
         check_master(optimizer, master_dtype)
     where = torch.device(device)
+    if not hasattr(blocks, "__iter__"):
+        raise TypeError(f"blocks: expected an iterable of modules, got {type(blocks).__name__}")
     plan = Plan(model, optimizer, list(blocks))
     given = _Given(plan, files)
     training = Training(plan, where, checkpoint_activations=bool(checkpoint_activations))
@@ -477,7 +501,7 @@ def offload_training(
 
 
 class _Given:
-    """What a model's parameters are before they are on drives: their own values, or those of files."""
+    """The values with which a model's training begins: those that its parameters have, or those in ``files``."""
 
     def __init__(self, plan: Plan, files: Source | None) -> None:
         self._plan = plan
@@ -507,11 +531,11 @@ class _Given:
         ]
         if missing:
             raise ValueError(
-                f"model: {told(missing)}: on the meta device, and no files have values"
+                f"model: {told(missing)}: on the meta device, and not in files=, so these have no values"
             )
 
     def _lies_alike(self, param: torch.Tensor, field: Field) -> bool:
-        """Return whether files have a parameter's bytes as its slab has them."""
+        """Return whether the files have a parameter's bytes in the layout of its slab."""
         one = self._found.get(param)
         contiguous = torch.empty(field.shape, device="meta").stride()
         return one is not None and one.dtype == field.dtype and contiguous == field.stride
@@ -530,7 +554,7 @@ class _Given:
         return _Together(futures)
 
     def take_from_meta(self) -> None:
-        """Have parameters that are on the meta device on the CPU, without memory."""
+        """Replace parameters on the meta device by parameters on the CPU that have no memory."""
         for param in self._plan.names:
             if param.is_meta:
                 empty = without_memory(param.shape, param.stride(), param.dtype)
@@ -538,14 +562,14 @@ class _Given:
                 swap(param, nn.Parameter(empty, requires_grad=param.requires_grad))
 
     def values_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's values, if files have them."""
+        """Return a parameter's values from the files, or None if the files do not have them."""
         if self._checkpoint is not None:
             return self._checkpoint.values_of(param)
         one = self._found.get(param)
         return None if one is None else read_matched(one, torch.device("cpu"))
 
     def read_buffers(self) -> None:
-        """Have the files' buffers in the model."""
+        """Set the model's buffers to the values of the files."""
         for one in self._buffers:
             assert one.original is not None
             is_meta = one.original.is_meta
@@ -556,38 +580,38 @@ class _Given:
                 one.original.copy_(value)
 
     def close(self) -> None:
-        """Close files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
 
 class _Together:
-    """Several reads looked at as one."""
+    """Several reads with the interface of a single future."""
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self._futures = futures
 
     def done(self) -> bool:
-        """Return whether all have ended."""
+        """Return whether all reads have ended."""
         return all(each.done() for each in self._futures)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the first failure, as futures do."""
+        """Return the first failure, as a future does."""
         failures = [each.exception(timeout) for each in self._futures]
         return next((failure for failure in failures if failure is not None), None)
 
     def result(self, timeout: float | None = None) -> None:
-        """Raise the first failure, as futures do."""
+        """Raise the first failure, as a future does."""
         for each in self._futures:
             each.result(timeout)
 
 
 class _Checkpoint:
-    """A model in a checkpoint of torch's, by itself or below one name."""
+    """A checkpoint of torch.distributed.checkpoint that contains a model, at its top level or below one key."""
 
     def __init__(self, path: str, plan: Plan) -> None:
         self._load: Any = importlib.import_module("torch.distributed.checkpoint").load
-        # Imported only here: who has no checkpoint needs none of it.
+        # Imported lazily, because only checkpoints need it.
         self._reader = importlib.import_module("tensorferry.checkpoint").FileSystemReader(path)
         there = self._reader.read_metadata().state_dict_metadata
         names = list(plan.names.values())
@@ -595,13 +619,13 @@ class _Checkpoint:
         complete = [each for each in prefixes if all(f"{each}{name}" in there for name in names)]
         if len(complete) != 1:
             raise ValueError(
-                f"files: the checkpoint {path!r} has {'several models' if complete else 'no model'} with "
-                f"the parameters {told(names)}"
+                f"files: the checkpoint {path!r} has {'several models' if complete else 'no model'} with the "
+                f"parameters {told(names)}"
             )
         self._names = {param: f"{complete[0]}{name}" for param, name in plan.names.items()}
         for param, name in self._names.items():
             if tuple(getattr(there[name], "size", ())) != tuple(param.shape):
-                raise ValueError(f"files: {name} has another shape there than {list(param.shape)}")
+                raise ValueError(f"files: {name} does not have the shape {list(param.shape)} there")
 
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values."""

@@ -1,16 +1,23 @@
-"""A model whose parameters and gradients are on drives while it is trained.
+"""A model in training with its parameters and gradients on drives.
 
-Parameters are the user's own objects all the time; only what they hold comes and goes. Away from memory a parameter
-holds one NaN in its shape, and its class refuses whatever asks for values. A *step* is a module that runs with its
-parameters in memory: one of the user's blocks with all that is below it, or a module with parameters of its own.
+A *slab* is one tensor in a store that contains the values of several parameters, or their gradients (``slabs.py``). To
+*hold* a slab is to keep it in memory until the hold ends. The parameters are always the user's own objects, and only
+their data and class change. While a parameter is not in memory, its data is a single NaN expanded to its shape, and its
+class raises in every operation that needs values.
 
-Forward, a step's slabs are held while it runs. What autograd saves of a step that is not checkpointed is replaced by a
-note of slab and place (``saved_tensors_hooks``), which is looked up again in the backward pass. A block that is
-checkpointed runs again there, by torch's own function, and its slabs are held until its backward pass is over. That is
-known from sequence numbers: autograd runs the nodes of a graph that were made last first, so once a node that is older
-than a block's first runs, all nodes of the block have (torch/csrc/autograd/engine.h, ``ReadyQueue``).
+A :class:`Step` is a module that runs with its parameters in memory: one of the user's blocks with all modules below it,
+or a module with its own parameters. A *step of the training* consists of forward and backward passes followed by the
+optimizer's ``step()``.
 
-Gradients are taken as soon as autograd has accumulated them, into slabs of their own.
+In the forward pass, the slabs of a :class:`Step` are held while its module runs. If the module is not checkpointed,
+``saved_tensors_hooks`` replace each parameter that autograd saves by a reference to slab and offset, from which the
+backward pass gets the values again. A checkpointed block runs again in the backward pass (``torch.utils.checkpoint``),
+and its slabs are held until its backward pass is complete. The sequence numbers of autograd's nodes, which grow in the
+order of their creation, show when that is the case: autograd runs the most recently created nodes of a graph first
+(torch/csrc/autograd/engine.h, ``ReadyQueue``). So when a node runs that is older than the first node of a block, all
+nodes of the block have run.
+
+As soon as autograd has accumulated a gradient in a parameter, the gradient is moved into a slab of gradients.
 """
 
 from __future__ import annotations
@@ -42,23 +49,43 @@ if TYPE_CHECKING:
     from tensorferry.offload.slabs import Cycle, Slab
 
 _REMEDY = (
-    "the model is trained with its parameters on drives; optimizer.in_memory(module) has those of a module in memory "
-    "for a while"
+    "the parameters of this model are on drives; to read or write those of a module, use `with "
+    "optimizer.in_memory(module):`"
 )
 
 
-# So many bytes that have been freed may add up in the heap.
+# The heap is trimmed each time this many bytes have been freed since it was last trimmed.
 _TRIM_NBYTES = 32 << 20
 
-# Early steps are for so many bytes of parameters, if not for an eighth of what slabs have: each has its costs.
+# With step_in_backward=True, parameters with gradients are collected until they have this many bytes, or an eighth of
+# the slabs' memory if that is less, and are then stepped together: each call of the optimizer has a fixed cost.
 _EARLY_NBYTES = 64 << 20
 
-_SECOND_ORDER = "gradients of gradients (create_graph=True) cannot be had: they need parameters that have left memory"
-_STEPPED = "the optimizer has stepped since the forward pass whose gradients are asked for"
+_SECOND_ORDER = "gradients of gradients (create_graph=True) are impossible: they need parameters that have left memory"
+_STEPPED = (
+    "backward() belongs to a forward pass after which the parameters have changed, by a step of the optimizer or by a "
+    "write; run the forward pass again"
+)
 
 
 class Step:
-    """A module that runs with its parameters in memory."""
+    """A module that runs with its parameters in memory.
+
+    Attributes
+    ----------
+    number : int
+        The index in :attr:`Plan.steps`.
+    module : torch.nn.Module
+        The module.
+    name : str
+        The module's name in the model, for messages.
+    is_block : bool
+        Whether the module is one of the user's blocks; then the modules below it belong to this step.
+    slabs : list of Slab
+        The slabs with the parameters that the module needs.
+    stays : bool
+        Whether these slabs are in memory during the whole training.
+    """
 
     def __init__(self, number: int, module: nn.Module, name: str, *, is_block: bool) -> None:
         self.number = number
@@ -70,34 +97,38 @@ class Step:
 
 
 class _Saved(NamedTuple):
-    """What autograd has in the place of a parameter, or of a view of one, that it has saved."""
+    """A reference that autograd saves in place of a parameter or a view of it."""
 
     slab: Slab
-    offset: int  # in the slab's bytes
+    offset: int  # of the view's first element, in the slab's bytes
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    version: int  # of the slab
+    version: int  # of the slab when autograd saved the parameter
 
 
 class _Call:
-    """One run of a checkpointed block, before which no node of a graph has a number from ``sequence`` on."""
+    """A call of a checkpointed block in the forward pass; the backward pass runs the block again.
+
+    All autograd nodes that exist before the call have sequence numbers below ``sequence``.
+    """
 
     def __init__(self, step: Step, sequence: int) -> None:
         self.step = step
         self.sequence = sequence
         self.versions = [slab.version for slab in step.slabs]
-        #: Buffers that it has changed, with what they were before.
+        #: None until the run in the forward pass is complete. Then the block's buffers with their values before that
+        #: run, if it has changed any of them, else an empty list.
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] | None = None
 
 
 class Plan:
-    """Which modules of a model want which slabs; nothing is moved here.
+    """The assignment of slabs to the modules of a model; it moves no data.
 
     Raises
     ------
     ValueError
-        The model, or what is asked for it, cannot be trained so.
+        The model cannot be trained with these arguments.
     """
 
     def __init__(
@@ -140,7 +171,7 @@ class Plan:
         }
         self.slabs = slabs_of(keys, lambda param: param not in groups)
         self.of_params = [slab for slab in self.slabs if not slab.is_of_gradients]
-        #: The parameters' slabs, and where in them each is.
+        #: The slab of each parameter, and its field there.
         self.place_of: dict[torch.Tensor, tuple[Slab, Field]] = {}
         for slab in self.of_params:
             for param, field in slab.fields.items():
@@ -152,7 +183,8 @@ class Plan:
                     slab, _ = self.place_of[param]
                     if slab not in step.slabs:
                         step.slabs.append(slab)
-            # What has steps below it may hand its parameters on to these.
+            # The modules in `above` contain this step's module. If such a module is itself a step, it may pass its
+            # parameters to this one, so its slabs stay in memory.
             for module in above:
                 if module in of_module:
                     of_module[module].stays = True
@@ -160,11 +192,15 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in which all slabs fit."""
+        """The memory for all slabs."""
         return sum(paged(slab.nbytes) for slab in self.slabs)
 
     def needed_nbytes(self, buckets: Sequence[Sequence[torch.Tensor]]) -> int:
-        """Return how much memory slabs need at least; ``buckets`` are parameters that are stepped together."""
+        """Return the smallest sufficient memory for slabs.
+
+        Each of ``buckets`` is a list of parameters that the optimizer steps together. The memory must hold the slabs
+        that always stay, and those of the largest step or bucket, with gradients.
+        """
 
         def both(slab: Slab) -> int:
             return paged(slab.nbytes) * (2 if slab.gradients is not None else 1)
@@ -175,7 +211,8 @@ class Plan:
             for params in buckets
         ]
         at_once = max(sum(map(both, set(slabs) - self.staying)) for slabs in wanted)
-        # One is on its way in and one out; what is held must not leave gaps that are too small for the largest.
+        # Memory for two more of the largest slabs: one may be read and another one written at the same time. It also
+        # lets the largest slab fit although the slabs that are held leave gaps between them.
         largest = max(both(slab) for slab in self.of_params)
         return min(sum(map(both, self.staying)) + at_once + 2 * largest, self.nbytes)
 
@@ -201,8 +238,10 @@ class Plan:
             for name, value in {**vars(module), **module._buffers}.items():
                 plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
                 if plain and not value.is_meta and value.untyped_storage().data_ptr() in storages:
+                    full_name = f"{prefix}.{name}" if prefix else name
                     raise ValueError(
-                        f"model: {prefix}.{name} shares memory with a parameter, which will be elsewhere"
+                        f"model: the tensor {full_name} shares memory with a parameter; it would not follow the "
+                        "parameter, which moves to a drive (remedy: clone it, or remove it)"
                     )
         for param, number in groups.items():
             if param not in self.names:
@@ -225,7 +264,8 @@ class Plan:
                 )
             if block is self.model:
                 raise ValueError(
-                    f"blocks[{number}]: it is the model itself, which would be in memory whole"
+                    f"blocks[{number}]: this is the whole model; pass its layers, because a block is entirely in "
+                    "memory while it runs"
                 )
         found = set(blocks)
         for block in blocks:
@@ -234,18 +274,18 @@ class Plan:
             )
             if inner is not None:
                 raise ValueError(
-                    f"blocks: {names[inner]} is within {names[block]}; give one of both"
+                    f"blocks: {names[inner]} is within {names[block]}; pass only one of them"
                 )
         return found
 
 
 class Training:
-    """What brings parameters to modules, and takes gradients, while a model is trained.
+    """Brings parameters into memory for the modules that run, and moves gradients into slabs, during a training.
 
     Parameters
     ----------
     plan : Plan
-        What goes where.
+        The slabs of the model's steps.
     device : torch.device
         Where the model computes.
     checkpoint_activations : bool
@@ -260,39 +300,50 @@ class Training:
         self._hooks: list[Any] = []
         self.is_closed = False
         self._guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        self._forward: list[tuple[Step, Any]] = []  # steps that run, the innermost last
-        self._runs = False  # a pass of the whole model
-        self._open = False  # a step of the training has begun
-        self._steps = 0
-        self._backward: dict[Slab, float] = {}  # what the backward pass holds, and since which node
+        # Steps that are running, the innermost last, each with its saved_tensors_hooks or None.
+        self._forward: list[tuple[Step, Any]] = []
+        self._runs = False  # whether a forward pass of the whole model is running
+        self._open = False  # whether a step of the training has begun
+        self._steps = 0  # complete steps of the training
+        # Slabs that the backward pass holds, with sequence numbers: each slab until a node with a lower number runs.
+        self._backward: dict[Slab, float] = {}
         self._in_backward = False
-        self._graph = -1  # the engine's number of the backward pass
-        self._thread: int | None = None  # the last one that has run the model
-        self._inside = 0  # methods of the optimizer that run
-        self._stepping: list[Slab] = []  # what the optimizer's step holds
-        self._left: Counter[Slab] = Counter()  # buckets to be stepped that want a slab
-        #: What stands for gradients, by parameter.
+        self._graph = -1  # autograd's id of the backward pass
+        self._thread: int | None = None  # the thread that ran the model last
+        self._inside = 0  # nesting of running methods of the optimizer
+        self._stepping: list[Slab] = []  # slabs that the optimizer's step holds
+        # For each slab, the number of buckets that still need it in the optimizer's current step.
+        self._left: Counter[Slab] = Counter()
+        #: Stand-ins for gradients, by parameter.
         self.gradients: dict[torch.Tensor, StoredGradient] = {}
-        self._are_used = False  # they are those of a step that is over
-        self._are_partial = False  # a backward pass has failed
+        self._are_used = False  # whether the gradients belong to a step that is complete
+        self._are_partial = False  # whether a backward pass has failed, and gradients are missing
+        # Steps parameters in the backward pass; None if only the optimizer's step() steps them.
         self._step_early: Callable[[Sequence[torch.Tensor]], None] | None = None
-        self._arrived: set[torch.Tensor] = set()  # gradients that are to be stepped early
-        self._freed_nbytes = 0  # since the heap was trimmed
-        #: Of the norms that are taken of gradients when they come.
+        # Parameters that have got a gradient in this backward pass and were not stepped since (see `_step_arrived`).
+        self._arrived: set[torch.Tensor] = set()
+        self._freed_nbytes = 0  # bytes freed since the heap was trimmed
+        #: The order p of the p-norms that are computed when gradients arrive (`_norms`), or None to compute none.
         self._norm_type: float | None = None
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        # The open held() context of each module into which load_state_dict() is loading.
         self._loading: dict[nn.Module, Any] = {}
-        self._away = _class_of_away(self)
+        self._away = _class_of_away(self)  # the class of parameters that are not in memory
+        # The data of parameters that are not in memory, by dtype: one NaN, which is expanded to their shapes.
         self._nans: dict[torch.dtype, torch.Tensor] = {}
+        # Their data while a method of the optimizer runs (see inside()): tensors with strides and without memory.
         self._hollow = {
             param: without_memory(field.shape, field.stride, field.dtype)
             for param, (_, field) in plan.place_of.items()
         }
 
-    # What parameters hold
+    # Data of parameters
 
     def move(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Put parameters into their slabs: ``values`` returns those of one, None where it has them itself."""
+        """Move all parameters into slabs.
+
+        ``values`` returns the values of a parameter, or None if the parameter itself has them.
+        """
         moved: list[Slab] = []
         try:
             for slab in self.plan.of_params:
@@ -314,7 +365,7 @@ class Training:
             raise
 
     def give_back(self, slabs: Sequence[Slab]) -> None:
-        """Have parameters in memory again, outside of slabs."""
+        """Restore parameters of slabs to ordinary memory."""
         for slab in slabs:
             [memory] = self.cycle.hold([slab.index])
             for param, field in slab.fields.items():
@@ -327,17 +378,19 @@ class Training:
         guard: Callable[[], contextlib.AbstractContextManager[Any]],
         step_early: Callable[[Sequence[torch.Tensor]], None] | None,
     ) -> None:
-        """Have modules bring their parameters, which are away otherwise.
+        """Install the hooks that bring parameters to modules.
 
         Parameters
         ----------
         guard : callable
-            Returns a context for what must not be left half done.
+            Returns a context manager for changes that must not be interrupted.
         step_early : callable, optional
-            Steps parameters with which the backward pass is done.
+            Steps parameters that the backward pass no longer needs.
         """
         self._guard, self._step_early = guard, step_early
-        itself = weakref.ref(self)  # autograd keeps hooks where no collector of garbage looks
+        # The hooks refer to this object weakly. A strong reference from a parameter's hook would close a reference
+        # cycle that the garbage collector cannot see.
+        itself = weakref.ref(self)
 
         def take_gradient(param: torch.Tensor) -> None:
             there = itself()
@@ -349,7 +402,7 @@ class Training:
         for param, (slab, _) in self.plan.place_of.items():
             if slab.gradients is not None:
                 learns = param.requires_grad
-                param.requires_grad_()  # it may later: torch takes hooks for such alone
+                param.requires_grad_()  # needed to register the hook; the parameter may require gradients later
                 self._hooks.append(param.register_post_accumulate_grad_hook(take))
                 param.requires_grad_(learns)
         staying = list(self.plan.staying)
@@ -369,7 +422,7 @@ class Training:
 
     def _take_over_step(self, step: Step) -> None:
         if step.module is self.plan.model:
-            return  # `_run` brings its parameters
+            return  # `_run` brings the model's own parameters
         if step.is_block and self._checkpoints:
             run = functools.partial(self._run_block, step)
             self._hooks.append(Forward(step.module, self, run))
@@ -387,20 +440,20 @@ class Training:
         ]
 
     def give_up(self) -> None:
-        """Take all hooks away; parameters stay away from memory."""
+        """Remove all hooks; parameters stay without data."""
         self.is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, and with it the model."""
+        """Raise: pickling or copying the model reaches this object through the model's hooks, and is impossible."""
         raise RuntimeError(f"the model cannot be saved or copied as a whole: {_REMEDY}")
 
     def _put_away(self, param: torch.Tensor) -> None:
-        """Have no values in a parameter."""
+        """Replace a parameter's data by a stand-in without values."""
         param.__class__ = nn.Parameter
-        if self._inside:  # its strides are asked for; nobody computes with it
+        if self._inside:  # the optimizer's methods need the parameter's strides, but not its values
             param.data = self._hollow[param]
             return
         if param.dtype not in self._nans:
@@ -411,7 +464,7 @@ class Training:
         param.__class__ = self._away
 
     def _hold(self, slabs: Sequence[Slab]) -> None:
-        """Have slabs in memory, and parameters with their values."""
+        """Begin a hold of each slab. Bring slabs that were not held into memory, and give parameters their values."""
         new = [slab for slab in dict.fromkeys(slabs) if not slab.holds]
         come = [slab for slab in new if not slab.stays]
         for slab, memory in zip(come, self.cycle.hold([slab.index for slab in come]), strict=True):
@@ -425,13 +478,13 @@ class Training:
     def _give_values(self, slab: Slab) -> None:
         here = slab.memory
         assert here is not None
-        if self._inside:
+        if self._inside:  # the optimizer's methods compute in host memory, on the slab itself
             pass
         elif self._computes_elsewhere():
             here = slab.on_device = torch.empty_like(here, device=self._device).copy_(
                 here, non_blocking=True
             )
-        else:  # with a count of its own, of those that have it
+        else:  # a separate storage for the same bytes: its reference count shows whether other tensors use them
             here = slab.lent = torch.utils.dlpack.from_dlpack(here)
         for param, field in slab.fields.items():
             param.__class__ = nn.Parameter
@@ -439,16 +492,20 @@ class Training:
         slab.versions = [param._version for param in slab.fields]
 
     def _computes_elsewhere(self) -> bool:
-        """Return whether parameters are copied to the device of the model, which is not the host."""
+        """Return whether parameters are copied to a device other than the host."""
         return self._device.type != "cpu"
 
     def _let_go(self, slab: Slab) -> torch.Tensor | None:
-        """Hold a slab once less; return its memory, which others will get, if something else still has that."""
+        """End one hold of a slab. After the last one, its parameters have no values, and the slab may be evicted.
+
+        If tensors other than the parameters still use the memory then, return it as a tensor, else None.
+        """
         slab.holds -= 1
         if slab.holds:
             return None
         if not slab.is_of_gradients:
-            # A forward() may write into parameters: nn.Embedding with max_norm does.
+            # A forward() may write into parameters: nn.Embedding with max_norm does. Version counters that have
+            # changed reveal that.
             if slab.versions != [param._version for param in slab.fields]:
                 slab.written += 1
                 self._keep_written(slab)
@@ -463,7 +520,10 @@ class Training:
 
     @contextlib.contextmanager
     def held(self, slabs: Sequence[Slab], *, written: bool = False) -> Iterator[None]:
-        """Have slabs in memory for a while."""
+        """Hold slabs in memory for the duration of a ``with`` block.
+
+        With ``written``, the block may change their parameters, and the new values are kept.
+        """
         with self._guard():
             self._hold(slabs)
             for slab in slabs:
@@ -481,26 +541,27 @@ class Training:
                     self._let_go(slab)
 
     def _take_data(self, slab: Slab) -> None:
-        """Put into a slab what parameters have been given as ``.data``."""
+        """Copy tensors that were assigned to ``.data`` of a slab's parameters into the slab."""
         for param, field in slab.fields.items():
             data, view = param.data, field.view(slab.here)
             if data.data_ptr() == view.data_ptr():
                 continue
             if (data.shape, data.dtype) != (view.shape, view.dtype):
                 raise ValueError(
-                    f"{self.plan.names[param]}: other data is {data.dtype} of shape {tuple(data.shape)}, and the "
-                    f"parameter is {view.dtype} of shape {tuple(view.shape)}"
+                    f"{self.plan.names[param]}: its data must be {view.dtype} of shape {tuple(view.shape)} (got "
+                    f"{data.dtype} of shape {tuple(data.shape)})"
                 )
             view.copy_(data)
 
     def _keep_written(self, slab: Slab) -> None:
+        """Mark a held slab as modified; copy its bytes back from the device first if the model computes there."""
         if slab.on_device is not None:
             assert slab.memory is not None
             slab.memory.copy_(slab.on_device)
         self.cycle.mark_dirty(slab.index)
 
     def slabs_below(self, module: nn.Module) -> list[Slab]:
-        """Return the slabs of a module's parameters, and those of modules below it."""
+        """Return the slabs of the parameters of a module and of the modules below it."""
         found = [
             self.plan.place_of[param][0]
             for param in module.parameters()
@@ -509,7 +570,7 @@ class Training:
         return list(dict.fromkeys(found))
 
     def _clean(self) -> None:
-        """Let go of what was held by something that was interrupted."""
+        """End an interrupted pass: release all slabs except those that held() still holds."""
         self._end_backward(failed=True)
         for _, hooks in reversed(self._forward):
             if hooks is not None:
@@ -522,7 +583,11 @@ class Training:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Have parameters as the optimizer's methods want them: plain, those away with strides and without memory."""
+        """Prepare parameters for methods of the optimizer, for the duration of a ``with`` block.
+
+        They are plain ``nn.Parameter`` objects then; those that are not in memory have their shape and strides, and no
+        values.
+        """
         self._inside += 1
         if self._inside == 1:
             self._renew()
@@ -534,6 +599,7 @@ class Training:
                 self._renew()
 
     def _renew(self) -> None:
+        """Set the data and class of all parameters again after ``_inside`` has changed."""
         for slab in self.plan.of_params:
             if slab.holds:
                 self._give_values(slab)
@@ -544,7 +610,7 @@ class Training:
     # Forward
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Do a forward pass of the model."""
+        """Run a forward pass of the model."""
         if self._runs:  # the model calls itself
             self._check_thread()
             return forward(*args, **kwargs)
@@ -562,26 +628,30 @@ class Training:
             self._runs = False
 
     def _check_thread(self) -> None:
-        """Refuse a thread while another one runs the model."""
+        """Raise if another thread is running the model."""
         runs = self._runs or self._forward or self._in_backward
         if runs and self._thread not in (None, threading.get_ident()):
             raise RuntimeError(
-                "another thread runs the model, or its backward pass there has failed: one at a time can; "
-                "optimizer.zero_grad() ends a pass that has failed"
+                "the model is in use in another thread, or a backward pass failed in that thread; only one thread at a "
+                "time can run the model (remedy after a failure: optimizer.zero_grad())"
             )
 
     def _begin(self, *, learns: bool) -> None:
-        """Begin a pass: of a step of the training, or of one of its micro-batches, or without gradients."""
+        """Begin a forward pass: set the order in which it is expected to use slabs.
+
+        With ``learns`` gradients are enabled, and the pass belongs to a step of the training: it begins one, or is
+        another micro-batch of it.
+        """
         if not learns:
             self.cycle.expect("forward", [slab.index for slab in self.plan.of_params])
             return
-        # The optimizer goes through buckets forwards and backwards in turns.
+        # The optimizer steps the buckets in alternating direction, so even and odd steps have different cycles.
         kind = "even" if self._steps % 2 == 0 else "odd"
         self.cycle.expect(kind, self.cycle.default, begin=not self._open)
         self._open = True
 
     def _enter(self, step: Step, *, notes: bool = True) -> None:
-        """Bring a module's parameters; ``notes`` has autograd note where they are, in the place of saving them."""
+        """Bring a module's parameters into memory; with ``notes`` autograd saves references to them, not their data."""
         self._check_forward(step)
         with self._guard():
             self._check_thread()
@@ -595,27 +665,28 @@ class Training:
 
     def _leave(self, step: Step, outputs: Any) -> None:
         if not self._forward or self._forward[-1][0] is not step:
-            return  # it was not entered
+            return  # _enter() did not run
         with self._guard():
             _, hooks = self._forward.pop()
             if hooks is not None:
                 hooks.__exit__(None, None, None)
             kept = [memory for slab in step.slabs if (memory := self._let_go(slab)) is not None]
-        if outputs is not None and kept:  # it has not failed, which keeps its variables
+        # After an exception (outputs is None), the traceback legitimately keeps local variables, parameters included.
+        if outputs is not None and kept:
             gc.collect()
             if any(_users(memory) > 1 for memory in kept):
                 raise RuntimeError(
                     f"{step.name}: {type(step.module).__name__} returns or keeps one of its parameters, or a view of "
-                    "it, and its memory is used for others when it has run; have it make a copy, or give the module "
-                    "around it as a block"
+                    "it, and that memory is reused after the module has run; make it copy the parameter, or pass the "
+                    "module around it as a block"
                 )
 
     def _slab_at(self, tensor: torch.Tensor) -> tuple[Slab, int] | None:
-        """Return the slab whose memory a tensor lies in, and at which byte."""
+        """Return the slab that contains a tensor's memory, and the offset in it; None if no slab contains it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return None
         at = tensor.data_ptr()
-        for slab in self.plan.of_params:  # also of those that stay, when they are not held
+        for slab in self.plan.of_params:  # slabs that stay have memory even when they are not held
             if slab.memory is not None and 0 <= at - slab.here.data_ptr() < slab.nbytes:
                 return slab, at - slab.here.data_ptr()
         return None
@@ -623,20 +694,21 @@ class Training:
     def _check_forward(self, step: Step) -> None:
         if recorded():
             raise RuntimeError(
-                f"{step.name}: a model whose parameters are on drives cannot be traced or exported: what is recorded "
-                "would use memory that others get"
+                f"{step.name}: a model with parameters on drives cannot be traced or exported: the recording would "
+                "use memory that is later reused"
             )
         if _node() is not None:
             raise RuntimeError(
-                f"{step.name} runs in a backward pass: turn off the model's own activation checkpointing, and give its "
+                f"{step.name} runs in a backward pass: turn off the model's own activation checkpointing, and pass its "
                 "layers to offload_training() as blocks"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
-                f"{step.name}: torch.func cannot transform a model whose parameters are on drives"
+                f"{step.name}: torch.func cannot transform a model with parameters on drives"
             )
 
     def _run_block(self, step: Step, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block, under torch's activation checkpointing if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self._computed(step, forward, args, kwargs, notes=False)
         self._check_forward(step)
@@ -654,6 +726,7 @@ class Training:
     def _computed(
         self, step: Step, forward: Callable[..., Any], args: Any, kwargs: Any, *, notes: bool
     ) -> Any:
+        """Run ``forward`` with the step's parameters in memory; ``notes`` is that of :meth:`_enter`."""
         self._enter(step, notes=notes)
         outputs: Any = None
         try:
@@ -665,7 +738,7 @@ class Training:
     def _run_in_block(
         self, call: _Call, forward: Callable[..., Any], kwargs: Any, *args: Any
     ) -> Any:
-        """Run a block: first in the forward pass, then in each backward pass."""
+        """Run a block: the first time in the forward pass, and then in each backward pass."""
         step = call.step
         if call.buffers is None:
             buffers = [
@@ -679,7 +752,7 @@ class Training:
             outputs = self._computed(step, forward, args, kwargs, notes=False)
             if versions != [slab.written for slab in step.slabs]:
                 raise RuntimeError(
-                    f"{step.name}: forward() writes into its parameters, and would do so twice; what helps: "
+                    f"{step.name}: forward() writes into its parameters, and would do so twice; remedy: "
                     "checkpoint_activations=False"
                 )
             changed = any(
@@ -694,14 +767,16 @@ class Training:
             return outputs
         if _node() is None:
             raise RuntimeError(
-                f"{step.name}: what autograd has saved is there in a backward pass only"
+                f"{step.name}: a saved tensor of this block (such as grad_fn._saved_self) was accessed outside of "
+                "backward(); the activations of this block are checkpointed and exist only in backward()"
             )
         if call.versions != [slab.version for slab in step.slabs]:
             raise RuntimeError(f"{step.name}: {_STEPPED}")
         with self._guard():
             self._see_node()
             self._hold_in_backward(step.slabs, call.sequence)
-        # Running statistics, and what else the block has changed, are as they were then, and change once.
+        # Give the block the buffer values (such as running statistics) with which its first run began, and discard the
+        # changes that this run makes: the first run has already made them.
         now = [(module, name, module._buffers[name]) for module, name, _ in call.buffers]
         try:
             values = _copies([value for *_, value in call.buffers])
@@ -713,22 +788,26 @@ class Training:
                 module._buffers[name] = buffer
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Return the object that autograd saves for a tensor: a reference if the tensor is in a slab."""
+        # A lazy conjugate or negative has the slab's memory but other values, so its values are saved.
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         found = self._slab_at(tensor)
         if found is None:
-            return tensor, tensor._version  # autograd leaves that check to who saves
+            # Autograd does not check the version of a tensor that hooks have packed, so _unpack() compares it.
+            return tensor, tensor._version
         slab, offset = found
         return _Saved(*(slab, offset, tensor.shape, tensor.stride(), tensor.dtype, slab.version))
 
     def _unpack(self, saved: Any) -> Any:
+        """Return the tensor for the object that :meth:`_pack` returned."""
         _refuse_second_order()
         if not isinstance(saved, _Saved):
             tensor, version = saved
             if tensor._version != version:
                 raise RuntimeError(
-                    "a tensor that is needed for gradients has been modified by an inplace operation: one of shape "
-                    f"{tuple(tensor.shape)} is at version {tensor._version}, and was at {version}"
+                    "a tensor that is needed for gradients has been modified by an inplace operation: a tensor of "
+                    f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
                 )
             return tensor
         slab = saved.slab
@@ -743,6 +822,7 @@ class Training:
             elements = slab.here[saved.offset :]
             elements = elements[: len(elements) // saved.dtype.itemsize * saved.dtype.itemsize]
             tensor = elements.view(saved.dtype).as_strided(saved.shape, saved.stride)
+            # Outside of the backward pass (a user reads grad_fn._saved_self), no later node would end the hold.
             if not is_asked_by_node:
                 tensor = tensor.clone()
                 self._let_go(slab)
@@ -751,7 +831,10 @@ class Training:
     # Backward
 
     def _see_node(self) -> float:
-        """Note which node of a graph runs, and let go of what nodes after it have used; return its number."""
+        """Release slabs that neither the running node nor older ones need; return the running node's sequence number.
+
+        All nodes that still have to run are older, because autograd runs the newest nodes first.
+        """
         self._begin_backward()
         sequence: float = _node()._sequence_nr()
         for slab, since in list(self._backward.items()):
@@ -762,7 +845,7 @@ class Training:
         return sequence
 
     def _step_arrived(self) -> None:
-        """Step parameters whose gradients are here, and with which the backward pass is done: some at a time."""
+        """Step parameters that have their gradients and that the backward pass no longer needs, many at a time."""
         if self._step_early is None:
             return
         nbytes = sum(param.nbytes for param in self._arrived)
@@ -776,34 +859,36 @@ class Training:
             self._step_early(done)
 
     def _is_done_with(self, slab: Slab) -> bool:
-        """Return whether the backward pass will not ask for a slab again: all of its gradients are here."""
+        """Return whether the backward pass neither holds a slab nor will still compute gradients for it."""
         return slab not in self._backward and all(
             param in self.gradients for param in slab.fields if param.requires_grad
         )
 
     def _hold_in_backward(self, slabs: Sequence[Slab], since: float) -> None:
+        """Hold slabs until a node with a sequence number below ``since`` runs."""
         self._hold([slab for slab in slabs if slab not in self._backward])
         for slab in slabs:
             self._backward[slab] = min(self._backward.get(slab, math.inf), since)
 
     def _begin_backward(self) -> None:
+        """Begin a backward pass unless it has begun already; raise if another one is incomplete."""
         graph: Any = torch._C._current_graph_task_id()
         if self._in_backward:
             if graph != self._graph:
                 self._are_partial = True
                 raise RuntimeError(
-                    "a backward pass has begun before the one before was over: one at a time can be; "
-                    "optimizer.zero_grad() ends one that has failed"
+                    "a backward pass has begun before the previous one was complete: only one at a time is possible; "
+                    "optimizer.zero_grad() ends a failed one"
                 )
             return
         self._check_thread()
         if self._step_early is not None and self.gradients:
             raise RuntimeError(
-                "step_in_backward=True: each backward() is followed by step() and zero_grad() of the optimizer"
+                "step_in_backward=True: call step() and zero_grad() of the optimizer after each backward()"
             )
         if self._are_used:
             raise RuntimeError(
-                "gradients of the step before are not kept: call optimizer.zero_grad() before backward()"
+                "gradients of the previous step have been released: call optimizer.zero_grad() before backward()"
             )
         self._in_backward, self._graph = True, graph
         self._thread = threading.get_ident()
@@ -818,6 +903,7 @@ class Training:
                 there._end_backward(failed=False)
 
     def _end_backward(self, *, failed: bool) -> None:
+        """End the backward pass, if one has begun, and release its slabs."""
         if not self._in_backward:
             return
         self._in_backward = False
@@ -831,7 +917,7 @@ class Training:
 
     @torch.no_grad()
     def _take_gradient(self, param: torch.Tensor) -> None:
-        """Put a gradient that autograd has accumulated to those before."""
+        """Move the gradient that autograd has accumulated in a parameter into its slab, or add it to the one there."""
         grad = _taken_gradient(param)
         if grad is None:
             return
@@ -839,10 +925,12 @@ class Training:
         gradients = slab.gradients
         name = self.plan.names[param]
         if gradients is None:
-            raise RuntimeError(f"{name} has a gradient, and the optimizer does not have it")
+            raise RuntimeError(
+                f"{name} has a gradient, but the optimizer does not have the parameter"
+            )
         if grad.layout != torch.strided:
             raise TypeError(
-                f"{name} has a sparse gradient; dense ones are needed (remedy: sparse=False in nn.Embedding)"
+                f"{name} has a sparse gradient; only dense ones are supported (remedy: sparse=False in nn.Embedding)"
             )
         if grad.requires_grad:
             raise RuntimeError(f"{name}: {_SECOND_ORDER}")
@@ -870,14 +958,14 @@ class Training:
             self._note_freed(nbytes)
 
     def _note_freed(self, nbytes: int) -> None:
-        """Give the system back what has been freed: it lies between what is kept, and glibc takes more for the next."""
+        """Count freed bytes, and trim the heap at times: glibc keeps freed blocks that are between used ones."""
         self._freed_nbytes += nbytes
         if self._freed_nbytes >= _TRIM_NBYTES:
             self._freed_nbytes = 0
             trim_heap()
 
     def forget_gradients(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Have no gradients of parameters, or none at all."""
+        """Discard the gradients of parameters, or all gradients."""
         self._end_backward(failed=True)
         forgotten = list(self.gradients) if params is None else list(params)
         for param in forgotten:
@@ -892,24 +980,24 @@ class Training:
 
     @property
     def are_partial(self) -> bool:
-        """Whether a backward pass has not come to its end."""
+        """Whether a backward pass is incomplete."""
         return self._are_partial or self._in_backward
 
     def check_gradients(self) -> None:
-        """Refuse gradients that are not whole."""
+        """Raise if gradients are incomplete, or belong to a step that is already complete."""
         self._end_backward(failed=True)
         if self._are_partial:
             raise RuntimeError(
-                "a backward pass has not come to its end, and gradients are not whole: call optimizer.zero_grad() and "
-                "do it again"
+                "a backward pass failed, and gradients are incomplete: call optimizer.zero_grad() and repeat the passes"
             )
         if self._are_used:
             raise RuntimeError(
-                "gradients of the step before are not kept: call optimizer.zero_grad(), and backward() before step()"
+                "gradients of the previous step have been released: call optimizer.zero_grad() and backward() before "
+                "step()"
             )
 
     def _settle(self, gradients: Slab) -> None:
-        """Do with gradients in memory what is still to be done with them."""
+        """Apply the pending changes of a slab of gradients, which is held."""
         if not gradients.pending:
             return
         views = list(self._views(gradients).values())
@@ -919,7 +1007,7 @@ class Training:
         self.cycle.mark_dirty(gradients.index)
 
     def _views(self, gradients: Slab) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients that are in a slab, which is held, by parameter."""
+        """Return the gradients in a held slab, by parameter."""
         assert gradients.memory is not None
         return {
             param: field.view(gradients.memory)
@@ -928,22 +1016,22 @@ class Training:
         }
 
     def _slabs_of_gradients(self, params: Iterable[torch.Tensor]) -> list[Slab]:
-        """Return the slabs in which gradients of parameters are."""
+        """Return the slabs that contain the gradients of parameters."""
         found = (self.plan.place_of[param][0].gradients for param in params)
         return list(dict.fromkeys(slab for slab in found if slab is not None))
 
     def _read(self, slabs: Iterable[Slab]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-        """Have gradients in memory, slab by slab, with all that was still to be done with them."""
+        """Bring gradients into memory, slab by slab, with pending changes applied."""
         for slab in slabs:
             with self.held([slab]):
                 self._settle(slab)
                 yield self._views(slab)
 
     def change_gradients(self, change: Callable[[list[torch.Tensor]], object]) -> None:
-        """Have gradients changed when they are in memory next."""
+        """Schedule a change of all gradients for the next time when they are in memory."""
         if self._step_early is not None:
             raise RuntimeError(
-                "step_in_backward=True: parameters are stepped already; gradients cannot be clipped or unscaled"
+                "step_in_backward=True: parameters are already stepped, and gradients cannot be clipped or unscaled"
             )
         for slab in self._slabs_of_gradients(self.gradients):
             slab.pending.append(change)
@@ -951,9 +1039,9 @@ class Training:
 
     @torch.no_grad()
     def norms(self, params: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor | None]:
-        """Return norms of gradients: those that were taken when they came, and others by reading them.
+        """Return norms of gradients: those computed when gradients arrived, and others after reading the gradients.
 
-        Of parameters without elements, which are in memory, there are none.
+        The norm is None for parameters without elements: they are in no slab.
         """
         if self._norm_type != norm_type:
             self._norm_type = norm_type
@@ -969,7 +1057,7 @@ class Training:
     def unscale(
         self, params: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
-        """Do what ``torch._amp_foreach_non_finite_check_and_unscale_`` does, to gradients that are not here."""
+        """Do what ``torch._amp_foreach_non_finite_check_and_unscale_`` does, for gradients on drives."""
         norms = self.norms(params, self._norm_type or 2.0)
         scale = inv_scale.detach().clone()
 
@@ -977,7 +1065,7 @@ class Training:
             found = torch.zeros((), device=views[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(views, found, scale.to(found.device))
 
-        # A norm is finite only where all elements are; one that is not may be too large for its dtype alone.
+        # A finite norm implies finite elements. An infinite one does not: the norm may exceed the range of its dtype.
         if not all(norm is None or norm.isfinite().item() for norm in norms):
             for views in self._read(self._slabs_of_gradients(self.gradients)):
                 if not all(view.isfinite().all() for view in views.values()):
@@ -990,7 +1078,10 @@ class Training:
     def begin_step(
         self, buckets: Sequence[Sequence[torch.Tensor]], *, in_backward: bool = False
     ) -> None:
-        """Begin to step buckets of parameters, all that are left; in the backward pass gradients are still to come."""
+        """Prepare the optimizer's step; ``buckets`` are the parameters of all buckets that it has not stepped yet.
+
+        With ``in_backward``, the step begins during the backward pass, and gradients will still arrive.
+        """
         if not in_backward:
             self._clean()
         self._left = Counter(
@@ -998,7 +1089,7 @@ class Training:
         )
 
     def _wanted(self, params: Iterable[torch.Tensor], *, expected: bool = False) -> list[Slab]:
-        """Return the slabs of parameters, and those of gradients that are here, or expected."""
+        """Return the slabs of parameters, and of those gradients that exist or are expected."""
         wanted: dict[Slab, None] = {}
         for param in params:
             if param in self.plan.place_of:
@@ -1009,13 +1100,17 @@ class Training:
         return list(wanted)
 
     def bring(self, params: Iterable[torch.Tensor] | None) -> None:
-        """Have a bucket's parameters and gradients in memory, and no others; None: the step ends, maybe by a fault."""
+        """Bring a bucket's parameters and gradients into memory, and release those of the bucket before.
+
+        With None, release the parameters and gradients of all buckets: the optimizer's step is over, or has failed.
+        """
         wanted = [] if params is None else self._wanted(params)
         if params is not None:
             self._left.subtract(self._stepping)
         for slab in [slab for slab in self._stepping if slab not in wanted]:
             self._stepping.remove(slab)
             self._let_go(slab)
+            # Gradients that no remaining bucket needs are dropped unwritten. After a failure, a retry needs them.
             if slab.is_of_gradients and not self._left[slab] and params is not None:
                 self.cycle.drop(slab.index)
         new = [slab for slab in wanted if slab not in self._stepping]
@@ -1029,7 +1124,7 @@ class Training:
                 self.cycle.mark_dirty(slab.index)
 
     def end_step(self) -> None:
-        """Be done with a step: its gradients are known until they are forgotten, and kept no longer."""
+        """End a step and drop its gradients; their stand-ins stay until zero_grad()."""
         self._are_used = bool(self.gradients)
         for slab in self.plan.slabs:
             if slab.is_of_gradients:
@@ -1051,7 +1146,7 @@ class Training:
 
     @torch.no_grad()
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's values: large ones mapped from the store, as they are now, small ones in memory."""
+        """Return a parameter's values: large ones mapped from the store as a snapshot, small ones as a copy."""
         slab, field = self.plan.place_of[param]
         if slab.source is None and field.nbytes >= PACKED_NBYTES:
             with self._guard():
@@ -1061,6 +1156,8 @@ class Training:
         with self.held([slab]):
             assert slab.memory is not None
             return field.view(slab.memory).clone()
+
+    # load_state_dict() assigns to the parameters of one module at a time, between these two hooks.
 
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
@@ -1072,12 +1169,12 @@ class Training:
         ]
         if slabs and (metadata or {}).get("assign_to_params_buffers"):
             raise RuntimeError(
-                "load_state_dict: assign=True would have parameters in memory; leave it out"
+                "load_state_dict: assign=True would put the parameters into memory; leave it out"
             )
         if any(slab.source is not None for slab in slabs):
             raise RuntimeError(
-                f"load_state_dict: frozen parameters of {prefix or 'the model'} are those of the files, and cannot be "
-                "loaded"
+                f"load_state_dict: the frozen parameters of {prefix.removesuffix('.') or 'the model'} are read from "
+                "files= in each pass and cannot be replaced"
             )
         if slabs:
             loading = self.held(list(dict.fromkeys(slabs)), written=True)
@@ -1091,14 +1188,14 @@ class Training:
 
 
 class StoredGradient(torch.Tensor):
-    """What a parameter has as its gradient while that is on a drive: shape, dtype and device, and no values."""
+    """A stand-in for a gradient on a drive: it has shape, dtype and device, and no values."""
 
     _training: weakref.ref[Training]
     _param: torch.Tensor
 
     @staticmethod
     def of(training: Training, param: torch.Tensor) -> StoredGradient:
-        """Return what stands for a parameter's gradient; each time another one."""
+        """Return a new stand-in for a parameter's gradient."""
         make: Any = torch.Tensor._make_wrapper_subclass
         found: Any = make(StoredGradient, param.shape, dtype=param.dtype, device=training._device)
         found._training, found._param = weakref.ref(training), param
@@ -1108,7 +1205,7 @@ class StoredGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what needs no values, let GradScaler unscale, and refuse the rest."""
+        """Answer questions about metadata, let GradScaler unscale, and raise for all other operations."""
         name, asked, is_attribute = question(func)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             gradients, found_inf, inv_scale = args
@@ -1119,7 +1216,7 @@ class StoredGradient(torch.Tensor):
         if not asked or (is_attribute and (len(args) > 1 or name == "data")):
             raise RuntimeError(
                 f"this gradient is on a drive, and {name} needs its values: use clip_grad_norm_(), clip_grad_value_() "
-                "and zero_grad() of the optimizer that offload_training() has returned"
+                "and zero_grad() of the optimizer that offload_training() returned"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -1128,7 +1225,7 @@ class StoredGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse what has not come through Python."""
+        """Raise for operations that do not go through ``__torch_function__``."""
         raise RuntimeError(f"this gradient is on a drive, and {func} needs its values")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -1136,7 +1233,7 @@ class StoredGradient(torch.Tensor):
 
 
 class StoredElsewhere(GradientElsewhere):
-    """A gradient in a slab, for the optimizer that steps its parameter."""
+    """A gradient in a slab; the :class:`~tensorferry.offload.lending.Lender` calls :meth:`lent` to get the tensor."""
 
     def __init__(self, training: Training, gradient: StoredGradient, param: torch.Tensor) -> None:
         super().__init__(gradient, None)
@@ -1145,24 +1242,24 @@ class StoredElsewhere(GradientElsewhere):
         self._slab = slab.gradients
 
     def lent(self) -> torch.Tensor:
-        """Return the gradient, whose slab is in memory."""
+        """Return the gradient, a view of its slab; the slab must be in memory."""
         assert self._slab.memory is not None
         return self._field.view(self._slab.memory)
 
 
-# Methods and attributes of a parameter that is away that do what they do always.
+# Methods and attributes that work as usual without a parameter's values.
 _HARMLESS = {
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_"),
     *("retain_grad", "retains_grad"),
 }
 
 
-# Those that change nothing are done: `model.to(device)`, say.
+# Conversions that are allowed if they change neither dtype nor device, such as `model.to(device)` for the same device.
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
 
 def _class_of_away(training: Training) -> type[nn.Parameter]:
-    """Return the class that parameters have while their values are on a drive."""
+    """Return the class of parameters while their values are on a drive."""
     of_training = weakref.ref(training)
 
     class Away(nn.Parameter):
@@ -1216,7 +1313,7 @@ def _class_of_away(training: Training) -> type[nn.Parameter]:
                     if len(args) == 1 or args[1] is first:
                         return first
                 elif isinstance(first, Away) and name == "detach":
-                    return first  # for state_dict(), which puts the values there
+                    return first  # state_dict() detaches parameters; _fill_state_dict() then puts the values there
                 elif isinstance(first, Away) and name in _CONVERSIONS:
                     like = torch.empty(0, dtype=first.dtype, device=first.device)
                     then = getattr(like, name)(*args[1:], **(kwargs or {}))
@@ -1226,16 +1323,14 @@ def _class_of_away(training: Training) -> type[nn.Parameter]:
                     return func(*args, **(kwargs or {}))
             there = of_training()
             if there is None or there.is_closed:
-                raise RuntimeError(
-                    f"{name}: the training that had this parameter's values is closed"
-                )
+                raise RuntimeError(f"{name}: the training with this parameter's values is closed")
             names: dict[Any, str] = there.plan.names
             found = next(
                 (each for each in _tensors_in((args, kwargs)) if isinstance(each, Away)), None
             )
             raise RuntimeError(
-                f"the parameter {names.get(found, '')} is on a drive, and {name} needs its values: {_REMEDY}. A module "
-                "whose forward() uses parameters of modules below it is to be one of blocks"
+                f"the parameter {names.get(found, '')} is on a drive, and {name} needs its values: {_REMEDY}. If a "
+                "module's forward() uses parameters of modules below it, pass it as one of blocks"
             )
 
         def __repr__(self) -> str:  # type: ignore[override]
@@ -1245,18 +1340,18 @@ def _class_of_away(training: Training) -> type[nn.Parameter]:
 
 
 def _node() -> Any:
-    """Return the node of autograd that runs in this thread, or None."""
+    """Return the autograd node that runs in this thread, or None."""
     return torch._C._current_autograd_node()
 
 
 def _refuse_second_order(*_: Any) -> None:
-    # The engine has gradients enabled while nodes run if there is to be a graph of them.
+    # While autograd runs nodes, gradients are enabled only with create_graph=True: then it records these nodes, too.
     if torch.is_grad_enabled() and _node() is not None:
         raise RuntimeError(_SECOND_ORDER)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors; those that share memory share that of the copies."""
+    """Return copies of tensors; copies share memory where the originals do."""
     storages: dict[int, torch.UntypedStorage] = {}
     made = []
     for tensor in tensors:
@@ -1271,9 +1366,9 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _users(memory: torch.Tensor) -> int:
-    """Return how many tensors have a tensor's memory."""
+    """Return the number of tensors that use a tensor's storage."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
-    return count - 1  # one is Python's of the storage
+    return count - 1  # the Python object of the storage has one reference
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -1281,8 +1376,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that autograd has accumulated, which the parameter has no longer."""
-    own: Any = torch._C.TensorBase.grad  # a parameter that is away has another one
+    """Remove the gradient that autograd has accumulated in a parameter, and return it."""
+    # Use the property of torch's base class, because the class of a parameter on a drive overrides `grad`.
+    own: Any = torch._C.TensorBase.grad
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = own.__get__(param)
         own.__set__(param, None)
@@ -1290,7 +1386,7 @@ def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def without_memory(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that has no memory: computing with it ends the process."""
+    """Return a tensor without memory; an access to its elements ends the process."""
     made = torch.empty_strided(shape, stride, dtype=dtype)
     made.untyped_storage().resize_(0)
     return made

@@ -1,4 +1,4 @@
-"""The state of an offloaded optimizer as its users have it: they read and write it as if it were in memory."""
+"""The state of an offloaded optimizer as a mapping that users read and write as if it were in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from tensorferry.offload.optimizer import OffloadedOptimizer
 
-# What has been given to users and may have been written to. More is looked at, and put back, at once.
+# Users may change the states that they have received. If these have more than this many bytes, all of them are compared
+# with their original contents, and changed ones are written back, before another state is handed out.
 _GIVEN_NBYTES = 32 << 20
 
 
 class _State(dict[Any, Any]):
-    """A parameter's state, which counts what is written into it."""
+    """A parameter's state; a dict that counts changes of its entries."""
 
     __slots__ = ("__weakref__", "writes")
 
@@ -58,11 +59,11 @@ for _name in (
     setattr(_State, _name, _counting(_name))
 
 
-class Given:
-    """States that users have been given since the last step.
+class HandedOutStates:
+    """States that users have received since the last step.
 
-    Each is compared with what it was before the next step begins, and put back where it differs. What is written later
-    into a state of an earlier step, or into one of its tensors, would be lost silently: the next step then raises.
+    Before the next step, each state is compared with its original contents, and written back if it differs. A later
+    change of a state of an earlier step, or of one of its tensors, would be lost silently, so the next step raises.
     """
 
     def __init__(self, put_back: Callable[[torch.Tensor, dict[Any, Any] | None], None]) -> None:
@@ -74,7 +75,7 @@ class Given:
     def state_of(
         self, param: torch.Tensor, read: Callable[[torch.Tensor], dict[Any, Any]]
     ) -> dict[Any, Any]:
-        """Return a parameter's state: the same object until the next step."""
+        """Return a parameter's state, which is the same object until the next step."""
         if param not in self._states:
             if self._nbytes > _GIVEN_NBYTES:
                 self.settle()
@@ -84,12 +85,12 @@ class Given:
         return self._states[param][0]
 
     def settle(self) -> None:
-        """Put back what has been written to; from now on it is of an earlier step.
+        """Write changed states back; from now on all of them belong to an earlier step.
 
         Raises
         ------
         RuntimeError
-            A tensor of an earlier step has been written to.
+            A state of an earlier step has been changed.
         """
         self._earlier = [each for each in self._earlier if each[0]() is not None]
         for reference, before in self._earlier:
@@ -97,8 +98,8 @@ class Given:
             if alive is not None and _fingerprint(alive, writes=True) != before:
                 self._earlier = []
                 raise RuntimeError(
-                    "state: one that was taken from it before an earlier step, or a tensor of it, has been written to "
-                    "since, which has no effect; take state[param] anew after each step"
+                    "state: a state that was read before an earlier step, or a tensor of it, has been written to "
+                    "since, which has no effect; read state[param] again after each step"
                 )
             del alive
         while self._states:
@@ -116,11 +117,11 @@ class Given:
         self._earlier.append((weakref.ref(given), _fingerprint(given, writes=True)))
 
     def forget(self) -> None:
-        """Forget all states: others have been loaded."""
+        """Forget all states that were handed out, because other states replace them."""
         self._states, self._earlier, self._nbytes = {}, [], 0
 
     def put(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
-        """Have a state in place of what a parameter has."""
+        """Replace a parameter's state; None deletes it."""
         self._states.pop(param, None)
         self._put_back()(param, state)
 
@@ -130,7 +131,7 @@ def _tensors(state: _State) -> list[torch.Tensor]:
 
 
 def _fingerprint(given: _State | torch.Tensor, *, writes: bool = False) -> Any:
-    """Return what a state or tensor has; with ``writes`` it tells also that the same has been written to it again."""
+    """Return a value that changes with the contents; with ``writes``, also after a write of the same contents."""
     leaves, spec = _pytree.tree_flatten(dict(given) if isinstance(given, _State) else given)
     written = given.writes if writes and isinstance(given, _State) else 0
     return (
@@ -152,9 +153,9 @@ def _bytes_of(leaf: torch.Tensor) -> Any:
 
 
 class StateView(MutableMapping[torch.Tensor, Any]):
-    """The state of parameters, by parameter. One parameter's is read when it is asked for.
+    """The state of all parameters, by parameter. An entry is read from the drive on access.
 
-    What is written into it before the next step counts.
+    Changes of an entry are written back before the next step.
     """
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
@@ -162,39 +163,39 @@ class StateView(MutableMapping[torch.Tensor, Any]):
 
     def __getitem__(self, param: torch.Tensor) -> Any:
         optimizer = self._optimizer
-        if param in optimizer._others:
-            return optimizer._others[param]
+        if param in optimizer._extra_entries:
+            return optimizer._extra_entries[param]
         return optimizer._state_of_one(param)
 
     def __setitem__(self, param: torch.Tensor, state: Any) -> None:
         optimizer = self._optimizer
         with optimizer._locked():
             optimizer._readable()
-            if not isinstance(param, torch.Tensor):  # as torch has it, anything may be there
-                optimizer._others[param] = state
+            if not isinstance(param, torch.Tensor):  # torch allows any key in a state
+                optimizer._extra_entries[param] = state
                 return
             if param not in optimizer._shapes:
-                raise KeyError(f"state: no parameter of the optimizer's: {type(param).__name__}")
+                raise KeyError(f"state: not a parameter of this optimizer: {type(param).__name__}")
             if not isinstance(state, dict):
                 raise TypeError(f"state: {type(state).__name__} is not a dict")
-            optimizer._given.put(param, state)
+            optimizer._handed_out.put(param, state)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer
         with optimizer._locked():
             optimizer._readable()
-            if param in optimizer._others:
-                del optimizer._others[param]
+            if param in optimizer._extra_entries:
+                del optimizer._extra_entries[param]
                 return
             if param not in self:
                 raise KeyError(param)
-            optimizer._given.put(param, None)
+            optimizer._handed_out.put(param, None)
 
     def __contains__(self, param: object) -> bool:
         return any(param is each for each in self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([*self._optimizer._params_with_state(), *self._optimizer._others])
+        return iter([*self._optimizer._params_with_state(), *self._optimizer._extra_entries])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -206,10 +207,10 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         return super().items()
 
     def replace(self, states: Any) -> None:
-        """Have these states, and no others."""
+        """Replace the states of all parameters; those not in ``states`` lose theirs."""
         self._optimizer._readable()
         for param in list(self):
-            if param in self._optimizer._others or param not in states:
+            if param in self._optimizer._extra_entries or param not in states:
                 del self[param]
         for param, state in dict(states).items():
             if state:

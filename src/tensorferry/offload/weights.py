@@ -1,4 +1,4 @@
-"""Models larger than memory: their weights are read from their safetensors files ahead of the forward pass."""
+"""Models larger than memory: the forward pass reads weights ahead of their use from safetensors files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.sources import Source
 
 
-# So much of tensors that should be the same is compared at a time.
+# Tensors are compared in pieces of this size.
 _PIECE_NBYTES = 4 << 20
 
-_ONE_THREAD = "another thread runs the model: parts of it can be called by one thread at a time"
+_ONE_THREAD = "another thread runs the model: only one thread at a time can call parts of it"
 
 
 def stream_weights(
@@ -41,53 +41,55 @@ def stream_weights(
     device: torch.device | str | int = "cpu",
     blocks: Sequence[type[nn.Module]] = (),
 ) -> WeightStream:
-    """Have a model run whose weights stay in their files: each is read ahead of the module that uses it.
+    """Stream a model's weights: read each from its files ahead of the module that uses it, and drop it afterwards.
 
-    What the budget can keep stays in memory, always the same part of the weights; the others are read once in each
-    forward pass, in the order of the last one, as far ahead as the budget allows. The model may be on the meta device:
-    there is never more of it in memory than the budget. For inference: call ``model.requires_grad_(False)`` before.
+    Weights for which the budget has room stay in memory, the same ones in each pass. The others are read once per
+    forward pass, in the order of the last pass, as far ahead as the budget allows. The model may be on the meta device:
+    its weights never take more memory than the budget. Streaming is for inference: call
+    ``model.requires_grad_(False)`` first.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its parameters, on whatever device, are given up. Unless their module runs, something stands for them that has
-        their shape, their dtype and ``device``, and that no operation takes. Persistent buffers are read at once. Other
-        buffers must be on the device already.
+        The model, with parameters on any device; their memory is released. While a parameter's module does not run, a
+        stand-in has its shape, dtype and ``device``, and raises in every operation. Persistent buffers are read
+        immediately. Other buffers must already be on the device.
     files : path or sequence of paths
-        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``, or
-        for a model of transformers (5 or later) those that it is saved with; parameters that are tied need one of
-        theirs, and where there are several the last one counts.
+        Safetensors files, a sharded model's index, or a directory with either. Tensors have the names of
+        ``state_dict()``, or for a transformers model (version 5 or later) the names with which it is saved. One name of
+        a tied parameter is enough; of several, the last one counts.
     memory_budget : int or str
-        Bytes of memory for weights: ``8 << 30``, or ``"8GiB"``. What one module needs is the least; with a few times
-        that, reading and computing overlap.
+        Bytes of memory for weights: ``8 << 30``, or ``"8GiB"``. The minimum is the size of the largest module; with a
+        few times that, reading and computing overlap.
     device : torch.device, str or int
-        Where the weights are when they are used: the CPU, or a GPU, into whose memory they are read.
+        Where the weights are when they are used: the CPU, or a GPU. They are read directly into its memory.
     blocks : sequence of classes
-        Modules whose ``forward`` uses parameters of modules below them without calling these: all of theirs are there
-        while one runs. Torch's attention and transformer layers are known.
+        Module classes with a ``forward`` that uses parameters of modules below them without calling these. While such a
+        module runs, all of its parameters are in memory. Torch's attention and transformer layers are included by
+        default.
 
     Returns
     -------
     WeightStream
-        A context manager; closing it gives the model back as it was, with its parameters on the meta device.
+        A context manager. Closing it restores the model, with its parameters on the meta device.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable: a parameter is missing in the files or has another shape there, or requires
-        gradients; or a tensor that streaming would leave as it is has no values. No weight has been read.
+        An argument is invalid: a parameter is missing in the files, has another shape there, or requires gradients; or
+        a tensor that streaming does not replace has no values. No weight has been read.
     MemoryBudgetError
-        The budget is too small for one module; ``needed_nbytes`` would do.
+        The budget is too small for one module; ``needed_nbytes`` is the smallest one that works.
     SafetensorError, StorageError
-        A file is wrong, or cannot be read.
+        A file is invalid, or cannot be read.
 
     Notes
     -----
-    Parameters have the dtype that they have in the files. A warning tells names in the files that the model has no
-    place for, and names of one tied parameter that have other values there.
+    Parameters have the dtype of the files. A warning lists names in the files that the model does not have, and names
+    of one tied parameter with different values.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
+        raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
     ours = vars(model).get("forward")
     if isinstance(ours, Forward) and isinstance(ours.owner, WeightStream):
         raise ValueError("model: its weights are streamed already")
@@ -99,16 +101,16 @@ def stream_weights(
     whole = tuple(blocks)
     for one in whole:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise TypeError(f"blocks: {one!r} is no class of modules")
+            raise TypeError(f"blocks: {one!r} is not a module class")
     budget_nbytes = checked_nbytes(memory_budget, "memory_budget")
     return WeightStream(model, files, budget_nbytes, where, (*WHOLE, *whole))
 
 
 class WeightStream:
-    """A model whose weights are streamed, made by :func:`stream_weights`. A context manager.
+    """A model with streamed weights, made by :func:`stream_weights`. A context manager.
 
-    Forward passes of several threads are done one after the other. After an exception in one, or Ctrl-C, the next one
-    begins anew.
+    Forward passes of several threads run one after the other. After an exception or Ctrl-C in a pass, the next pass
+    starts normally.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class WeightStream:
     ) -> None:
         matches = match(model, stored_tensors(files))
         found = matches.found
+        # Buffers, and parameters without elements, are read now and stay in memory: they are not streamed.
         fixed = [one for one in found if one.buffer or not one.nbytes]
         self._weights = [
             Weight(number, one, device)
@@ -139,31 +142,39 @@ class WeightStream:
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
+        # Tensors of the files that modules such as TableEmbedding read themselves.
         left = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules(remove_duplicate=False)
             for name in getattr(module, "stays_in_files", ())
         }
         if unexpected := [name for name in matches.unexpected if name not in left]:
-            warnings.warn(f"files: the model has no place for {told(unexpected)}", stacklevel=3)
+            warnings.warn(
+                f"files: the model has no parameters or buffers with the names {told(unexpected)}; they are ignored",
+                stacklevel=3,
+            )
+        # A tied parameter has the values of its last name in the files, and `found` has the tensor of that name.
+        used = {id(one.original): one for one in found}
         if differing := [
-            f"{one.name} and {other.name}" for one, other in matches.rivals if _differ(one, other)
+            f"{other.name} and {used[id(other.original)].name} ({used[id(other.original)].name} is used)"
+            for _, other in matches.duplicates
+            if _differ(other, used[id(other.original)])
         ]:
             warnings.warn(
-                f"files: {told(differing)} are one parameter in the model, and have other values in the files: the "
-                "first is used. Give the model a parameter for each, or leave out one",
+                f"files: names of one (tied) parameter of the model have different values in the files: "
+                f"{told(differing)}. Give the model a parameter for each, or leave one out",
                 stacklevel=3,
             )
         self._model = model
         self._lock = threading.RLock()
-        self._owner: int | None = None
+        self._owner: int | None = None  # the thread that runs a pass
         self._parts_lock = threading.Lock()
-        self._parts_owner: int | None = None  # who has called a part of the model last
+        self._parts_owner: int | None = None  # the thread that called a part of the model last
         self._passes = 0
         self._seconds = 0.0
         self._closed = False
         self._hooks: list[Any] = []
-        self._root_step: int | None = None
+        self._root_step: int | None = None  # the step of the model itself, if it has weights
         self._fixed = fixed
         self._streaming = Streaming(self._weights, steps, budget_nbytes - fixed_nbytes, device)
         self._total_nbytes = sum(one.nbytes for one in found)
@@ -171,21 +182,21 @@ class WeightStream:
             for one in fixed:
                 tensor = read_matched(one, device)
                 put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
-            self._take_over(modules)
+            self._install_hooks(modules)
         except BaseException:
             self.close()
             raise
 
     def stats(self) -> dict[str, float]:
-        """Return what has been done so far.
+        """Return statistics.
 
         Returns
         -------
         dict of str to int or float
-            ``passes`` and the ``seconds`` they took; ``read_nbytes``, how often it was waited for a read (``waits``)
-            and how long (``wait_seconds``); ``unexpected_steps``, which came out of order; and of the weights' bytes
-            (``weights_nbytes``) those that stay in memory (``kept_nbytes``), and how much memory there is for
-            all (``memory_nbytes``).
+            ``passes`` and the ``seconds`` they took; ``read_nbytes``, the number of ``waits`` for a read and the
+            ``wait_seconds``; ``unexpected_steps``, which were out of order; the bytes of all weights
+            (``weights_nbytes``), of those that stay in memory (``kept_nbytes``), and of the memory for all of them
+            (``memory_nbytes``).
         """
         counters = self._streaming.counters
         return {
@@ -201,9 +212,11 @@ class WeightStream:
         }
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the model back. Not while it runs."""
+        """Wait for reads in flight, and restore the model. Do not call this while the model runs."""
         if self._owner == threading.get_ident():
-            raise RuntimeError("the model runs: its weights cannot be taken from it now")
+            raise RuntimeError(
+                "close(): the model is running in this thread; call close() after the forward pass"
+            )
         self._after_fork()
         with self._lock:
             self._check_parts()
@@ -219,7 +232,7 @@ class WeightStream:
                 put_fixed(one, one.original)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, and with it the model."""
+        """Raise: a streamed model cannot be pickled or copied."""
         raise RuntimeError(
             "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; "
             "close() the stream first"
@@ -236,7 +249,7 @@ class WeightStream:
     def _steps(
         self, model: nn.Module, whole: tuple[type[nn.Module], ...]
     ) -> tuple[list[nn.Module], list[list[int]]]:
-        """Return the modules that want weights, and which."""
+        """Return the modules that need weights, and for each the numbers of its weights and its enclosing modules'."""
         of_module: dict[int, list[Weight]] = {}
         for weight in self._weights:
             for module, _ in weight.matched.places:
@@ -254,13 +267,13 @@ class WeightStream:
             steps.append([weight.number for weight in dict.fromkeys([*wanted, *meanwhile])])
         return modules, steps
 
-    def _take_over(self, modules: list[nn.Module]) -> None:
+    def _install_hooks(self, modules: list[nn.Module]) -> None:
         of_module: dict[nn.Module, list[str]] = {}
         for weight in self._weights:
             original = weight.matched.original
             assert original is not None
-            weight.put(weight.away)
-            if not original.is_meta:  # emptied: it is not to be in memory twice
+            weight.put(weight.stand_in)
+            if not original.is_meta:  # release its memory: the weight must not be in memory twice
                 original = nn.Parameter(torch.empty_like(original, device="meta"), False)
             weight.matched.original = original
             for module, name in weight.matched.places:
@@ -272,7 +285,7 @@ class WeightStream:
             if module is self._model:
                 self._root_step = step
                 continue
-            use = _Use(self, step)
+            use = _ModuleHooks(self, step)
             self._hooks += [
                 module.register_forward_pre_hook(use.enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(use.leave, always_call=True),
@@ -280,7 +293,7 @@ class WeightStream:
         self._hooks.append(Forward(self._model, self, self._run))
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Do a forward pass."""
+        """Run a forward pass."""
         if self._owner == threading.get_ident():  # the model calls itself
             return forward(*args, **kwargs)
         self._after_fork()
@@ -290,7 +303,7 @@ class WeightStream:
             with self._parts_lock:
                 self._check_parts()
                 self._owner = threading.get_ident()
-            whole = False
+            complete = False
             began = time.perf_counter()
             try:
                 self._streaming.begin_pass()
@@ -298,11 +311,11 @@ class WeightStream:
                 if self._root_step is not None:
                     self._streaming.acquire(self._root_step)
                 result = forward(*args, **kwargs)
-                whole = True
+                complete = True
             finally:
                 self._owner = None
-                self._streaming.end_pass(whole=whole)
-                self._passes += whole
+                self._streaming.end_pass(complete=complete)
+                self._passes += complete
                 self._seconds += time.perf_counter() - began
             return result
 
@@ -312,7 +325,8 @@ class WeightStream:
             self._streaming.acquire(step)
             return
         self._after_fork()
-        with self._parts_lock:  # until the weights are held: then others are refused
+        # Hold the lock until the step has its weights; from then on, _check_parts() refuses other threads.
+        with self._parts_lock:
             if self._owner is not None:
                 raise RuntimeError(_ONE_THREAD)
             self._check_parts()
@@ -325,20 +339,21 @@ class WeightStream:
             self._streaming.release(step)
 
     def _check_parts(self) -> None:
-        """Refuse to take weights from a part of the model that another thread runs."""
+        """Raise if another thread runs a part of the model, which must keep its weights."""
         if self._parts_owner in (None, threading.get_ident()) or not self._streaming.in_use:
             return
         if any(thread.ident == self._parts_owner for thread in threading.enumerate()):
             raise RuntimeError(_ONE_THREAD)
 
     def _after_fork(self) -> None:
+        """In a forked child, replace the locks, which threads of the parent process may hold."""
         if self._streaming.is_parents:
             self._lock, self._owner = threading.RLock(), None
             self._parts_lock, self._parts_owner = threading.Lock(), None
 
 
-class _Use:
-    """The hooks of a module that wants weights, outside of the graphs of ``torch.compile``."""
+class _ModuleHooks:
+    """The hooks of a module that needs weights; ``torch.compile`` does not trace them."""
 
     def __init__(self, stream: WeightStream, step: int) -> None:
         self.stream = stream
@@ -362,18 +377,18 @@ class _Use:
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
-    """The tensors of safetensors files by name, each read when it is asked for.
+    """The tensors of safetensors files by name, each read on access.
 
-    For libraries that take a mapping of weights, such as accelerate's ``attach_align_device_hook(weights_map=...)``.
-    Each look-up reads the tensor; none is kept here. Prefer :func:`stream_weights`, which reads ahead and keeps what it
-    can.
+    For libraries that accept a mapping of weights, such as accelerate's
+    ``attach_align_device_hook(weights_map=...)``. Each access reads the tensor again. Prefer :func:`stream_weights`,
+    which reads ahead and keeps weights in memory.
 
     Parameters
     ----------
     files : path or sequence of paths
         As for :func:`stream_weights`.
     device : torch.device, str or int
-        Where tensors go.
+        The device of the tensors.
     """
 
     def __init__(self, files: Source, *, device: torch.device | str | int = "cpu") -> None:
@@ -394,7 +409,7 @@ class WeightsMap(Mapping[str, torch.Tensor]):
 
 
 def put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
-    """Have a tensor where the model has one of the files'."""
+    """Set a tensor of the files, or None, in all of its places in the model."""
     for module, name in one.places:
         if one.buffer:
             module._buffers[name] = tensor
@@ -403,7 +418,7 @@ def put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
 
 
 def read_matched(one: Matched, device: torch.device) -> torch.Tensor:
-    """Return a tensor of files."""
+    """Read a tensor of the files."""
     tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
     if tensor.numel():
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -414,7 +429,7 @@ def read_matched(one: Matched, device: torch.device) -> torch.Tensor:
 
 
 def _differ(one: Matched, other: Matched) -> bool:
-    """Return whether two tensors of one shape have other bytes in the files."""
+    """Return whether two tensors of the same shape have different bytes in the files."""
     if one.dtype != other.dtype or one.nbytes != other.nbytes:
         return True
     return any(
@@ -423,7 +438,7 @@ def _differ(one: Matched, other: Matched) -> bool:
 
 
 def _bytes(one: Matched) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a tensor, a piece at a time."""
+    """Yield the bytes of a tensor in pieces, which share memory."""
     piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8)
     filled = 0
     for part in one.parts:
@@ -449,11 +464,11 @@ def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__
 
 
 def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
-    """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
+    """Raise for inputs that would give wrong results, and unless ``gradients``, for inputs that require gradients."""
     if recorded():
         raise RuntimeError(
-            "a streamed model cannot be traced or exported: what is recorded would use its memory, and find other "
-            "weights there"
+            "a streamed model cannot be traced or exported: the recording would use its memory, which later contains "
+            "other weights"
         )
     gradients = gradients or not torch.is_grad_enabled()
     for value in _tensors_in((*args, *kwargs.values())):

@@ -1,4 +1,4 @@
-"""Safetensors files: the familiar functions, at the drive's speed, and nothing believed before it is checked.
+"""Safetensors files: the functions of the ``safetensors`` package at the drive's speed. Every header is validated.
 
 >>> from tensorferry.safetensors import safe_open
 >>> from tensorferry.safetensors.torch import load_file
@@ -32,6 +32,6 @@ __all__ = [
 ]
 
 
-# Other modules of the package are its own affair.
+# Submodules that other parts of the package import would otherwise show up in dir() and in tab completion.
 def __dir__() -> list[str]:
     return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])

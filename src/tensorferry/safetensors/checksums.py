@@ -1,8 +1,9 @@
-"""Checksums kept beside safetensors files: the format has none, so that nothing else would tell a flipped bit.
+"""Checksums of safetensors files, in a sidecar file: the format has no checksums, so a flipped bit goes unnoticed.
 
-Those of ``model.safetensors`` are in ``model.safetensors.crc32``: JSON with the file's size, the CRC-32 of its header
-and of each chunk, chunks being counted from the beginning of the file. It gets its name when it is whole, at one
-stroke, and is read as what anybody may have made.
+The checksums of ``model.safetensors`` are in the sidecar file ``model.safetensors.crc32``. This file is JSON with the
+model file's size, the CRC-32 of its header and the CRC-32 of each chunk. Chunks are ranges of equal size (256 KiB by
+default), from the model file's first byte on. The sidecar file is replaced atomically. It is untrusted input, as the
+model itself is: its size is limited and every field is validated.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import tensorferry
 from tensorferry._core import crc32
 from tensorferry.base.checks import Path, checked_path
 from tensorferry.errors import StorageError
-from tensorferry.safetensors import header, small
+from tensorferry.safetensors import header, sidecar
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read
-from tensorferry.transfer.remote import Version, checked_text, place, text_of
+from tensorferry.transfer.remote import Version, as_path, checked_text, text_of
 from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -34,15 +35,17 @@ if TYPE_CHECKING:
 SUFFIX = ".crc32"
 
 CHUNK_NBYTES = 256 << 10
-"""What is read too much, at most, at each end of a part that is verified."""
+"""The default chunk size. Verifying a range reads less than one extra chunk at each end of it."""
 
 _VERSION = 1
-_BATCH_NBYTES = 32 << 20  # read at a time; nothing of it comes to Python
+# The size of one read. The core computes the CRC-32s and discards the bytes, so they take no memory in Python.
+_BATCH_NBYTES = 32 << 20
 _CRC_DIGITS = 8
-_OTHER_NBYTES = 4096  # of the JSON, beside the chunks' digits
+# The limit for the size of the JSON without the hexadecimal digits of the chunks' CRC-32s.
+_OTHER_NBYTES = 4096
 
 Listener: TypeAlias = "Callable[[int], object]"
-"""Is told how many bytes more have been read."""
+"""A callback that receives the number of bytes read since its last call."""
 
 
 class FileChecksums(NamedTuple):
@@ -51,13 +54,15 @@ class FileChecksums(NamedTuple):
     Attributes
     ----------
     chunk_nbytes : int
-        Of each chunk but the last, which may be shorter.
+        The size of each chunk. The last chunk may be shorter.
     chunks : list of int
-        The CRC-32 of each, from the beginning of the file on.
+        The CRC-32 of each chunk, from the beginning of the file.
     nbytes : int
-        Of the file.
-    header_nbytes, header_crc32 : int
-        Of the header with the length before it: where the first tensor begins, and the CRC-32 of what is before.
+        The size of the file.
+    header_nbytes : int
+        The size of the header with its length field, which is the offset of the first tensor.
+    header_crc32 : int
+        The CRC-32 of the header with its length field.
     """
 
     chunk_nbytes: int
@@ -67,14 +72,14 @@ class FileChecksums(NamedTuple):
     header_crc32: int
 
     def covering(self, begin: int, end: int) -> tuple[int, int, list[int]]:
-        """Return the chunks that a range of the file lies in: where they begin and end, and their CRC-32s."""
+        """Return the start and end of the chunks that contain a range of the file, and the CRC-32s of these chunks."""
         first, last = begin // self.chunk_nbytes, -(-end // self.chunk_nbytes)
         ends = min(last * self.chunk_nbytes, self.nbytes)
         return first * self.chunk_nbytes, ends, self.chunks[first:last]
 
 
 def path_of(path: Path) -> str:
-    """Return where the checksums of a file are, or would be."""
+    """Return the path of the sidecar file with a file's checksums, whether or not it exists."""
     return checked_text(path) + SUFFIX
 
 
@@ -85,60 +90,62 @@ def write(
     sync: bool = True,
     progress: Listener | None = None,
 ) -> list[str]:
-    """Read safetensors files from end to end, and keep their checksums beside them.
+    """Read safetensors files from end to end, and write their checksums next to them.
 
     Parameters
     ----------
     paths : path, or iterable of paths
-        The files. Checksums that are there are replaced: they are of what the files are now.
+        The files. Existing checksums are replaced by those of the files' current content.
     chunk_nbytes : int
-        Of a chunk, 4096 to 4 MiB.
+        The size of a chunk, from 4096 bytes to 4 MiB.
     sync : bool
-        Whether the checksums will survive a power cut.
+        Whether the checksums survive a power cut once this returns.
     progress : function of int, optional
-        Is told how many bytes more have been read.
+        Called with the number of bytes read since its last call.
 
     Returns
     -------
     list of str
-        Where they are.
+        The paths of the checksums.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable; nothing was touched.
+        An argument is invalid. No file was read or written.
     SafetensorError
-        A file breaks a rule of the format, or changes meanwhile. It has the checksums that it had, or none.
+        A file breaks a rule of the format, or changed during the call. Its old checksums remain, or it has none.
     StorageError, OSError
         A file cannot be read, or its checksums cannot be written.
     """
-    Checksums(chunk_nbytes)  # says what is wrong with it
+    Checksums(chunk_nbytes)  # raises if the size is invalid
     several = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
-    places = [checked_path(each) for each in several]
-    for path in places:
+    checked = [checked_path(each) for each in several]
+    for path in checked:
         with contextlib.suppress(FileNotFoundError):
-            # A name that is too long is found before anything is read.
+            # lstat() reports a name that becomes too long with the suffix, before hours of reading.
             pathlib.Path(path_of(path)).lstat()
-    for path in places:
+    for path in checked:
         before = Version.at(path)
         with tensorferry.open(path) as file:
-            sums = take(file, chunk_nbytes=chunk_nbytes, progress=progress)
+            sums = compute(file, chunk_nbytes=chunk_nbytes, progress=progress)
         if Version.at(path) != before:
             raise _changed(path)
         keep(path, sums, sync=sync)
-        if Version.at(path) != before:  # they are of a file that is not there any more
+        # The file may have been replaced between the check and keep(). With the stale checksums, a sound file would be
+        # reported as damaged, so they are removed.
+        if Version.at(path) != before:
             pathlib.Path(path_of(path)).unlink(missing_ok=True)
             raise _changed(path)
-    return [path_of(path) for path in places]
+    return [path_of(path) for path in checked]
 
 
-def take(
+def compute(
     file: File, *, chunk_nbytes: int = CHUNK_NBYTES, progress: Listener | None = None
 ) -> FileChecksums:
-    """Return the checksums of an open file; see :func:`write`."""
+    """Compute the checksums of an open file. See :func:`write`."""
     before = Version.at(file.path)
     found = header.read(file)
-    begin = bytes(file.read(bytearray(found.nbytes)))
+    header_bytes = bytes(file.read(bytearray(found.nbytes)))
     chunks: list[int] = []
     for _, end, crcs in chunk_crcs(file, found.file_nbytes, chunk_nbytes):
         if isinstance(crcs, OSError):
@@ -149,16 +156,16 @@ def take(
     after = Version.at(file.path)
     if before != after or file.size != found.file_nbytes:
         raise _changed(file.path)
-    return FileChecksums(chunk_nbytes, chunks, found.file_nbytes, found.nbytes, crc32(begin))
+    return FileChecksums(chunk_nbytes, chunks, found.file_nbytes, found.nbytes, crc32(header_bytes))
 
 
 def keep(path: Path, sums: FileChecksums, *, sync: bool = True) -> None:
-    """Write checksums of a file beside it; for those who took them while they wrote the file.
+    """Write checksums that the caller has computed to the sidecar file of a file.
 
     Raises
     ------
     StorageError, OSError
-        They cannot be written. What was there is there.
+        The checksums cannot be written. The old ones remain.
     """
     digits = _digits(sums.chunks)
     content = {
@@ -169,45 +176,46 @@ def keep(path: Path, sums: FileChecksums, *, sync: bool = True) -> None:
         "chunk_nbytes": sums.chunk_nbytes,
         "chunks_crc32": digits,
     }
-    content["crc32"] = _own_crc(content)
+    content["crc32"] = _crc_of_fields(content)
     with Replacement(path_of(path), sync=sync) as new:
         new.file.write_bytes(json.dumps(content, indent=1).encode() + b"\n")
 
 
 def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
-    """Return the checksums that are kept beside a file.
+    """Return the checksums that are stored next to a file.
 
     Parameters
     ----------
     path : path
-        The file's, not that of its checksums.
+        The path of the file, not of its checksums.
     file_nbytes : int, optional
-        Its size, where that is known.
+        The size of the file, if the caller has it.
 
     Raises
     ------
     FileNotFoundError
-        There are none.
+        The file has no checksums.
     SafetensorError
-        They are damaged, or those of a file of another size.
+        The checksums are damaged, or belong to a file of another size.
     OSError
-        They cannot be read.
+        The checksums cannot be read.
     """
     text, kept = text_of(path), path_of(path)
     if file_nbytes is None:
-        file_nbytes = place(text).stat().st_size
-    # Of the smallest chunks: what is read is a 512th of the file at most.
+        file_nbytes = as_path(text).stat().st_size
+    # The limit assumes the smallest chunks: 8 digits for each 4096 bytes, which is 1/512 of the file.
     most = _OTHER_NBYTES + _CRC_DIGITS * -(-file_nbytes // MIN_CHUNK_NBYTES)
     try:
-        data = small.read(kept, most)
+        # The suffix can make the name too long. A file with such a long name cannot have checksums.
+        data = sidecar.read(kept, most)
     except StorageError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), kept) from None
-    sums = _parsed(data, kept)
+    sums = _parse(data, kept)
     if sums.nbytes != file_nbytes:
         raise SafetensorError(
-            f"the file has {file_nbytes} bytes, and its checksums are of {sums.nbytes}: it was cut short or replaced",
+            f"the file has {file_nbytes} bytes, and its checksums are for {sums.nbytes}: it was cut short or replaced",
             text,
         )
     return sums
@@ -216,14 +224,15 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
 def chunk_crcs(
     file: File, nbytes: int, chunk_nbytes: int
 ) -> Iterator[tuple[int, int, list[int] | OSError]]:
-    """Read a file's first bytes, from end to end, and return the CRC-32s of its chunks, some at a time.
+    """Read the first ``nbytes`` of a file, and yield the CRC-32s of its chunks in batches.
 
     Yields
     ------
     begin, end : int
-        A range of whole chunks.
+        A range of the file that consists of whole chunks.
     crcs : list of int or OSError
-        Of its chunks, or why it cannot be read; what cannot be read is narrowed down to chunks.
+        The CRC-32s of these chunks, or the error where the range is unreadable. A batch with a read error is split
+        until the unreadable ranges are single chunks.
     """
     batch_nbytes = max(1, _BATCH_NBYTES // chunk_nbytes) * chunk_nbytes
     batches = (
@@ -237,7 +246,7 @@ def chunk_crcs(
 
 
 class _ChunkBatch(Read):
-    """Chunks next to each other."""
+    """Adjacent chunks that are read together."""
 
     def __init__(self, file: File, begin: int, end: int, chunk_nbytes: int) -> None:
         self.nbytes = end - begin
@@ -247,9 +256,10 @@ class _ChunkBatch(Read):
         self._sums = Checksums(chunk_nbytes)
 
     def begin(self) -> None:
-        # A number is passed over, but for its checksums; there must be an array, if one of no bytes.
-        wanted: list[int | bytearray] = [self.nbytes, bytearray()]
-        self.futures = (self._file.read_into(wanted, self._range[0], checksums=self._sums),)
+        # A segment that is an int is a gap of this many bytes: read_into() computes the checksums of the bytes and
+        # discards them. It requires at least one segment that is a buffer, which may be empty.
+        segments: list[int | bytearray] = [self.nbytes, bytearray()]
+        self.futures = (self._file.read_into(segments, self._range[0], checksums=self._sums),)
 
     def crcs(self) -> Iterator[tuple[int, int, list[int] | OSError]]:
         begin, end = self._range
@@ -271,62 +281,63 @@ class _ChunkBatch(Read):
 
 
 def _changed(path: str) -> SafetensorError:
-    return SafetensorError("the file changed while its checksums were taken", path)
+    return SafetensorError("the file changed while its checksums were computed", path)
 
 
 def _digits(crcs: Sequence[int]) -> str:
     return "".join(f"{crc:0{_CRC_DIGITS}x}" for crc in crcs)
 
 
-def _own_crc(content: dict[str, object]) -> str:
-    """Return the CRC-32 of all that checksums say, so that damage to them is not taken for the file's."""
-    said = json.dumps([content[key] for key in _FIELDS])
-    return _digits([crc32(said.encode())])
+def _crc_of_fields(content: dict[str, object]) -> str:
+    """Return the CRC-32 of the sidecar file's fields. It distinguishes damaged checksums from a damaged file."""
+    text = json.dumps([content[key] for key in _FIELDS])
+    return _digits([crc32(text.encode())])
 
 
 _FIELDS = ("version", "nbytes", "header_nbytes", "header_crc32", "chunk_nbytes", "chunks_crc32")
 
 
-def _parsed(data: bytes, place: str) -> FileChecksums:
-    content = small.json_of(data, place, "these are no checksums")
+def _parse(data: bytes, path: str) -> FileChecksums:
+    content = sidecar.json_of(data, path, "this is not a file of checksums")
     if not isinstance(content, dict) or not {*_FIELDS, "crc32"} <= content.keys():
-        raise SafetensorError("these are no checksums", place)
+        raise SafetensorError("this is not a file of checksums", path)
     version = content["version"]
     if type(version) is not int or version != _VERSION:
         raise SafetensorError(
-            f"they have version {shortened(version)}, and this tensorferry knows {_VERSION}", place
+            f"the checksums have version {shortened(version)}, and this tensorferry reads version {_VERSION}",
+            path,
         )
-    if content["crc32"] != _own_crc(content):
-        raise SafetensorError("the checksums themselves are damaged", place)
+    if content["crc32"] != _crc_of_fields(content):
+        raise SafetensorError("the checksums themselves are damaged", path)
     nbytes, header_nbytes = (
-        _number(content, "nbytes", place),
-        _number(content, "header_nbytes", place),
+        _number(content, "nbytes", path),
+        _number(content, "header_nbytes", path),
     )
-    chunk_nbytes = _number(content, "chunk_nbytes", place)
+    chunk_nbytes = _number(content, "chunk_nbytes", path)
     if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
-        raise SafetensorError(f"their chunks have {chunk_nbytes} bytes", place)
+        raise SafetensorError(f"chunk_nbytes: {chunk_nbytes} is out of range", path)
     if not LENGTH_NBYTES <= header_nbytes <= min(nbytes, LENGTH_NBYTES + header.MAX_NBYTES):
-        raise SafetensorError(f"a header of {header_nbytes} bytes is none", place)
-    chunks = _crcs(content, "chunks_crc32", -(-nbytes // chunk_nbytes), place)
-    [header_crc32] = _crcs(content, "header_crc32", 1, place)
+        raise SafetensorError(f"header_nbytes: {header_nbytes} is out of range", path)
+    chunks = _crcs(content, "chunks_crc32", -(-nbytes // chunk_nbytes), path)
+    [header_crc32] = _crcs(content, "header_crc32", 1, path)
     return FileChecksums(chunk_nbytes, chunks, nbytes, header_nbytes, header_crc32)
 
 
-def _number(content: dict[str, object], key: str, place: str) -> int:
+def _number(content: dict[str, object], key: str, path: str) -> int:
     value = content[key]
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise SafetensorError(f"their {key} is {shortened(value)}", place)
+        raise SafetensorError(f"{key}: {shortened(value)} is not a number of bytes", path)
     return value
 
 
-def _crcs(content: dict[str, object], key: str, count: int, place: str) -> list[int]:
+def _crcs(content: dict[str, object], key: str, count: int, path: str) -> list[int]:
     value = content[key]
     if not isinstance(value, str) or len(value) != count * _CRC_DIGITS:
-        raise SafetensorError(f"their {key} are not {count}", place)
+        raise SafetensorError(f"{key}: the checksums are not {count}", path)
     try:
         packed = bytes.fromhex(value)
     except ValueError:
         packed = b""
-    if len(packed) * 2 != len(value):  # fromhex() passes over white space
-        raise SafetensorError(f"their {key} are no digits", place)
+    if len(packed) * 2 != len(value):  # fromhex() skips white space, which must not count as digits
+        raise SafetensorError(f"{key}: not hexadecimal digits", path)
     return [int.from_bytes(packed[at : at + 4], "big") for at in range(0, len(packed), 4)]

@@ -1,4 +1,4 @@
-"""The dtypes of the format, and what torch and NumPy call them; neither is imported before it is asked for."""
+"""The dtypes of the format, and their names in torch and NumPy. Each library is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Dtype(NamedTuple):
     Attributes
     ----------
     name : str
-        As headers have it.
+        The name in headers.
     bits : int
-        Of one element, as shapes count them.
+        The size of one element, where elements are counted as in the header's shape.
     numpy, torch : str or None
-        The attribute of either library; None where it has no such dtype. torch's ``float4_e2m1fn_x2`` has two
-        elements: its last dimension is half that of the header.
+        The dtype's attribute in the library's module, or None if the library does not have the dtype. One element of
+        torch's ``float4_e2m1fn_x2`` packs two F4 elements, so the last dimension in torch is half that in the header.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Dtype(NamedTuple):
     torch: str | None
 
 
-# In the order of the reference's enumeration: its writer puts later ones first.
+# The order of the Dtype enumeration in safetensors' Rust code. Its writer sorts tensors by this order, descending.
 DTYPES: dict[str, Dtype] = {
     each.name: each
     for each in (
@@ -67,12 +67,12 @@ _OF_NUMPY = {each.numpy: each.name for each in DTYPES.values() if each.numpy} | 
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype for one of the format.
+    """Return torch's dtype for a dtype of the format.
 
     Raises
     ------
     SafetensorError
-        The format has none of this name, or this torch has none for it.
+        The format has no dtype of this name, or the installed torch has no equivalent.
     """
     import torch
 
@@ -84,18 +84,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
-    """Return the shape that torch gives a tensor of the header's: two elements of F4 are one of torch's.
+    """Return the shape in torch for a shape in the header. They differ for F4, where torch packs two elements in one.
 
     Raises
     ------
     SafetensorError
-        Its last dimension is odd.
+        The last dimension of an F4 tensor is odd.
     """
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
         raise SafetensorError(
-            f"F4 has two elements in one of torch's: the last dimension of {list(shape)} would need to be even",
+            f"torch packs two elements of F4 in one, so the last dimension of {list(shape)} must be even",
             path,
             name=name,
         )
@@ -103,28 +103,28 @@ def torch_shape(dtype: str, shape: tuple[int, ...], path: str, name: str) -> tup
 
 
 def header_shape(shape: Iterable[int], dtype: str, name: str | None = None) -> tuple[int, ...]:
-    """Return a shape of torch's as headers have it: one element of torch's is two of F4.
+    """Return the shape in the header for a shape in torch. They differ for F4, where torch packs two elements in one.
 
     Raises
     ------
     SafetensorError
-        It has no dimension to count these by.
+        The tensor is a scalar, and its dtype packs several elements.
     """
     sizes, bits = tuple(map(int, shape)), DTYPES[dtype].bits
     if bits >= 8:
         return sizes
     if not sizes:
-        raise SafetensorError(f"a tensor of {dtype} must have a dimension", name=name)
+        raise SafetensorError(f"a tensor of {dtype} must have at least one dimension", name=name)
     return (*sizes[:-1], sizes[-1] * 8 // bits)
 
 
 def of_torch(dtype: torch.dtype) -> str:
-    """Return the format's name for a dtype of torch's.
+    """Return the format's name for a torch dtype.
 
     Raises
     ------
     SafetensorError
-        The format has none for it.
+        The format does not have the dtype.
     """
     name = _OF_TORCH.get(str(dtype).removeprefix("torch."))
     if name is None:
@@ -133,12 +133,12 @@ def of_torch(dtype: torch.dtype) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype, little-endian, for one of the format.
+    """Return NumPy's little-endian dtype for a dtype of the format.
 
     Raises
     ------
     SafetensorError
-        The format has none of this name, or NumPy has none for it.
+        The format has no dtype of this name, or NumPy has no equivalent.
     """
     import numpy as np
 
@@ -150,12 +150,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def of_numpy(dtype: Any) -> str:
-    """Return the format's name for a dtype of NumPy's, of either byte order.
+    """Return the format's name for a NumPy dtype of either byte order.
 
     Raises
     ------
     SafetensorError
-        The format has none for it.
+        The format does not have the dtype.
     """
     import numpy as np
 
@@ -168,5 +168,5 @@ def of_numpy(dtype: Any) -> str:
 def _known(name: str) -> Dtype:
     dtype = DTYPES.get(name)
     if dtype is None:
-        raise SafetensorError(f"{name!r} is no dtype of the format")
+        raise SafetensorError(f"{name!r} is not a dtype of the format")
     return dtype

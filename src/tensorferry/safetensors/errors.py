@@ -1,28 +1,29 @@
-"""What is wrong with a safetensors file, or with what was asked of it."""
+"""Errors in safetensors files and in requests for their tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Root(Exception):  # noqa: N818
-    """What :func:`tensorferry.safetensors.install` puts safetensors' own error in the place of.
+class ReplaceableBase(Exception):  # noqa: N818
+    """A base class that :func:`tensorferry.safetensors.install` replaces with safetensors' own SafetensorError.
 
-    Python exchanges bases only for those that are made alike, which ``Exception`` is not.
+    ``SafetensorError`` cannot derive from ``Exception`` directly. CPython refuses an assignment to ``__bases__`` if the
+    deallocators of the old and the new base differ, as they do for a static type and a class defined in Python.
     """
 
 
-class SafetensorError(Root):
-    """A file breaks a rule of the format, or what was asked for cannot be had of it.
+class SafetensorError(ReplaceableBase):
+    """A file breaks a rule of the format, or does not contain or allow what was requested.
 
     Attributes
     ----------
     reason : str
-        What is wrong.
+        The problem.
     path : str
-        The file; empty where there is none.
+        The path of the file; empty if no file is concerned.
     name : str or None
-        The tensor concerned, where there is one.
+        The name of the tensor, if one is concerned.
     """
 
     def __init__(self, reason: str, path: str = "", *, name: str | None = None) -> None:
@@ -42,25 +43,31 @@ class SafetensorError(Root):
 
 
 def shortened(value: object) -> str:
-    """Return a value of a file as messages show it: whoever made the file chose how long it is."""
+    """Return the repr of a value for a message, cut to a limited length: values in untrusted files can be huge."""
     text = repr(value[:_SHOWN] if isinstance(value, (str, list, tuple)) else value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-LOOKED_AT_NBYTES = 512
-"""Of a file's first bytes so many tell what else it is."""
+SNIFFED_NBYTES = 512
+"""The number of first bytes by which :func:`wrong_download` recognizes a file."""
 
 
-def something_else(begin: bytes) -> str | None:
-    """Return what a file is that is found under a model's name, where its first bytes say so."""
+def wrong_download(begin: bytes) -> str | None:
+    """Describe what a failed download has left instead of a file, judged by the first bytes, or return None."""
     if begin.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS, which stands for the file that was not downloaded (remedy: git lfs pull)"
-    text = begin[:LOOKED_AT_NBYTES].lstrip(b"\xef\xbb\xbf\t\n\r ").lower()
+        return "it is a Git LFS pointer: the file itself was not downloaded (remedy: git lfs pull)"
+    text = begin[:SNIFFED_NBYTES].lstrip(b"\xef\xbb\xbf\t\n\r ").lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
-        return "it is a web page: something else than the file was downloaded (is a login or another address needed?)"
+        return "it is a web page that was downloaded instead of the file (is a login or another address needed?)"
     return None
 
 
+def begins_as_safetensors(begin: bytes) -> bool:
+    """Return whether the first bytes of a file are the size of a JSON header and the beginning of such a header."""
+    return begin[8:9] == b"{" and 2 <= int.from_bytes(begin[:8], "little") <= _MAX_HEADER_NBYTES
+
+
+_MAX_HEADER_NBYTES = 100_000_000
 _SHOWN = 100
 
 

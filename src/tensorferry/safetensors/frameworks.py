@@ -1,4 +1,7 @@
-"""What loading asks of torch and of NumPy: bytes in memory, and arrays made of them. Neither is imported before."""
+"""The operations that loading needs from torch and from NumPy: to allocate bytes, and to view bytes as arrays.
+
+Each library is imported only when one of its arrays is requested.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tensorferry.safetensors.errors import SafetensorError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# From here on memory is on huge pages.
+# Allocations from this size on (one huge page of x86-64) are backed by huge pages.
 _HUGE_NBYTES = 2 << 20
 
 _TORCH = ("pt", "torch", "pytorch")
@@ -21,80 +24,80 @@ _OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle", "paddlepaddle")
 
 
 class Framework(Protocol):
-    """A library's arrays. ``data`` is always bytes, as a one-dimensional array of it."""
+    """The arrays of one library, on one device. ``data`` is always a one-dimensional array of bytes of this library."""
 
-    on_host: bool  # whether its arrays may be views of host memory
+    on_host: bool  # whether its arrays can be views of host memory
 
     def empty(self, nbytes: int) -> Any:
-        """Return bytes to be filled, where the arrays are to be."""
+        """Return uninitialized bytes in the memory that files are read into."""
 
-    def over(self, memory: Any) -> Any:
-        """Return host memory, which has some bytes, as bytes of the library; it is kept as long as they are."""
+    def wrap(self, memory: Any) -> Any:
+        """Return non-empty host memory as bytes of the library, without a copy. They keep the memory alive."""
 
-    def from_host(self, data: Any) -> Any:
-        """Return an array of the library's on the host where arrays are to be."""
+    def to_device(self, data: Any) -> Any:
+        """Return bytes that were read, on the requested device. Copy them if they are elsewhere."""
 
     def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
-        """Return the shape that the library gives a tensor of the header's; SafetensorError where it has no dtype."""
+        """Return the library's shape for the shape in a header. Raise SafetensorError if it lacks the dtype."""
 
-    def typed(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        """Return bytes as an array; they have that many."""
+    def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+        """Return bytes as an array of this dtype and shape, which must have the same size."""
 
-    def plain(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
-        """Return bytes as an array of integers, or what else has so many bytes and can be indexed."""
+    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
+        """Return bytes as integers of ``itemsize`` bytes, which unlike some other dtypes support every index."""
 
-    def window(
+    def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
-        """Return elements of a one-dimensional array, from one on, by strides in elements."""
+        """Return a strided view of a one-dimensional array from element ``first`` on. Strides are in elements."""
 
-    def chosen(self, array: Any, lists: tuple[Any, ...]) -> Any:
-        """Return what an index of whole slices and lists of positions chooses."""
+    def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
+        """Index an array by a tuple of full slices and lists of positions."""
 
-    def retyped(self, array: Any, dtype: str) -> Any:
-        """Return what :meth:`plain` made with the dtype of the format."""
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        """Return an array of integers from :meth:`as_integers` as the dtype of the format, on the requested device."""
 
 
 class _Torch:
-    """Tensors of torch on a device."""
+    """torch's tensors on one device."""
 
     def __init__(self, device: Any) -> None:
         import torch
 
         self._torch = torch
         self.device = device
-        # What files are read into; others get a copy.
+        # Files are read into the memory of the CPU or of CUDA. Tensors for any other device are copied from the CPU.
         self._read_on = device if device.type == "cuda" else torch.device("cpu")
         self.on_host = self._read_on.type == "cpu"
         self._integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
     def empty(self, nbytes: int) -> Any:
         if self.on_host and nbytes >= _HUGE_NBYTES:
-            return self.over(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
+            return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._read_on)
 
-    def over(self, memory: Any) -> Any:
+    def wrap(self, memory: Any) -> Any:
         return self._torch.utils.dlpack.from_dlpack(memory)
 
-    def from_host(self, data: Any) -> Any:
+    def to_device(self, data: Any) -> Any:
         return data if data.device == self.device else data.to(self.device)
 
     def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
         torch_dtype(dtype)
         return torch_shape(dtype, shape, path, name)
 
-    def typed(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return data.view(torch_dtype(dtype)).view(shape)
 
-    def plain(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
+    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
         return data.view(self._integers[itemsize]).view(shape)
 
-    def window(
+    def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
         return data.as_strided(shape, strides, data.storage_offset() + first)
 
-    def chosen(self, array: Any, lists: tuple[Any, ...]) -> Any:
+    def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
         tensor = self._torch.tensor
         return array[
             tuple(
@@ -105,12 +108,12 @@ class _Torch:
             )
         ]
 
-    def retyped(self, array: Any, dtype: str) -> Any:
-        return self.from_host(array.view(torch_dtype(dtype)))
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        return self.to_device(array.view(torch_dtype(dtype)))
 
 
 class _NumPy:
-    """Arrays of NumPy."""
+    """NumPy's arrays."""
 
     on_host = True
 
@@ -121,33 +124,33 @@ class _NumPy:
 
     def empty(self, nbytes: int) -> Any:
         if nbytes >= _HUGE_NBYTES:
-            return self.over(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
+            return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
         return self._numpy.empty(nbytes, self._numpy.uint8)
 
-    def over(self, memory: Any) -> Any:
+    def wrap(self, memory: Any) -> Any:
         return self._numpy.frombuffer(memory, self._numpy.uint8)
 
-    def from_host(self, data: Any) -> Any:
+    def to_device(self, data: Any) -> Any:
         return data
 
     def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:  # noqa: ARG002
         numpy_dtype(dtype)
         return shape
 
-    def typed(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return data.view(numpy_dtype(dtype)).reshape(shape)
 
-    def plain(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
+    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
         return data.view(f"u{itemsize}").reshape(shape)
 
-    def window(
+    def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
         return self._numpy.lib.stride_tricks.as_strided(
             data[first:], shape, [stride * data.itemsize for stride in strides]
         )
 
-    def chosen(self, array: Any, lists: tuple[Any, ...]) -> Any:
+    def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
         intp = self._numpy.intp
         return array[
             tuple(
@@ -155,22 +158,22 @@ class _NumPy:
             )
         ]
 
-    def retyped(self, array: Any, dtype: str) -> Any:
+    def as_dtype(self, array: Any, dtype: str) -> Any:
         return array.view(numpy_dtype(dtype))
 
 
-def is_served(name: Any) -> bool:
-    """Return whether this is a framework that is not safetensors' alone."""
+def is_supported(name: Any) -> bool:
+    """Return False for a framework that safetensors supports and tensorferry does not."""
     return name not in _OTHERS
 
 
 def framework_of(name: Any, device: Any) -> Framework:
-    """Return the framework of a name that safetensors has, for a device.
+    """Return the framework with one of safetensors' names, for a device.
 
     Raises
     ------
     SafetensorError
-        It is another one, or the device is none of its.
+        The framework is unknown or unsupported, or does not have the device.
     """
     if name in _NUMPY:
         if device not in ("cpu", None):
@@ -180,19 +183,20 @@ def framework_of(name: Any, device: Any) -> Framework:
         known = ", ".join((*_TORCH, *_NUMPY))
         if name in _OTHERS:
             raise SafetensorError(
-                f"framework {name!r} is not served here: it has {known} (remedy: safetensors itself, or NumPy's arrays)"
+                f"framework {name!r} is not supported by tensorferry, which supports {known} (remedy: use safetensors, "
+                "or convert NumPy's arrays)"
             )
         raise SafetensorError(f"framework {name!r} is invalid (expected one of: {known})")
     return _Torch(torch_device(device))
 
 
 def torch_device(device: Any) -> Any:
-    """Return torch's device for a name, a number (of the accelerator) or a device.
+    """Return torch's device for a name, a device, or a number, which is the index of an accelerator.
 
     Raises
     ------
     SafetensorError
-        It is none.
+        The argument does not name a device.
     """
     import torch
 
@@ -209,7 +213,7 @@ def torch_device(device: Any) -> Any:
 
 
 def _current(device: Any) -> Any:
-    """Return CUDA's device with the number it has now, where it can be used at all."""
+    """Return the "cuda" device with the index of the current device, if CUDA is available."""
     import torch
 
     return (
@@ -218,10 +222,10 @@ def _current(device: Any) -> Any:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Return the bytes of an element of a library's array."""
+    """Return the size in bytes of an element of the library's array."""
     return max(1, DTYPES[dtype].bits // 8)
 
 
 def nbytes_of(shape: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of an array."""
+    """Return the size in bytes of an array."""
     return math.prod(shape) * itemsize

@@ -1,11 +1,13 @@
-"""The header of a safetensors file: parsed before anything of the file is believed, and built.
+"""The header of a safetensors file: reading, validating and building it.
 
-A file is 8 bytes with the header's length, little-endian; the header, JSON in UTF-8; and the tensors' bytes, which
-cover the rest of the file exactly. What is accepted is what the reference accepts, safetensors' own parser in Rust
-(serde_json), but for the number of lists and objects, and for a rounding of numbers that nobody needs. So oddities of
-it that no writer makes use of are here too, and said where they are.
+A file consists of the header's length (8 bytes, little-endian), the header (JSON in UTF-8), and the tensors' bytes,
+which must cover the rest of the file exactly. The header is validated completely before any tensor is read.
 
-This room has the rules; `parsing` takes the JSON apart.
+This module accepts the same headers as the reference, safetensors' own parser in Rust (serde_json), with two
+exceptions: the number of lists and objects is limited, and the rounding of floats, which no field uses, may differ.
+Comments mark the oddities of the reference that no writer uses.
+
+`parsing` splits the JSON into entries. This module checks the offsets and sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.errors import ShortReadError
 from tensorferry.safetensors.dtypes import DTYPES, Dtype
-from tensorferry.safetensors.errors import SafetensorError, shortened, something_else
+from tensorferry.safetensors.errors import SafetensorError, shortened, wrong_download
 from tensorferry.safetensors.parsing import LENGTH_NBYTES, WORD, Parser
 from tensorferry.safetensors.parsing import METADATA as METADATA
 
@@ -30,24 +32,24 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import File
 
 MAX_NBYTES = 100_000_000
-"""Of the JSON; the format's limit."""
+"""The format's limit for the size of the JSON."""
 
 _FIRST_READ_NBYTES = 64 << 10
 _FEW_DIMENSIONS = 8
-_MAX_KEPT, _MAX_KEPT_NBYTES = 8, 4 << 20
+_MAX_CACHED, _MAX_CACHED_NBYTES = 8, 4 << 20
 
 
-class Tensor(NamedTuple):  # made three times as fast as a frozen dataclass
+class Tensor(NamedTuple):  # its constructor is three times as fast as a frozen dataclass's
     """A tensor of a file.
 
     Attributes
     ----------
     name, dtype : str
-        As the header has them.
+        The name and the dtype in the header.
     shape : tuple of int
-        As the header has it: of F4, elements, not pairs.
+        The shape in the header, which counts single elements of F4, not pairs.
     begin, end : int
-        Where in the file, in bytes from its start.
+        The tensor's range in the file, in bytes from the file's start.
     """
 
     name: str
@@ -58,24 +60,24 @@ class Tensor(NamedTuple):  # made three times as fast as a frozen dataclass
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The tensor's size in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file's header says.
+    """The content of a file's header.
 
     Attributes
     ----------
     metadata : dict of str to str, or None
-        What its writer added; None where there was nothing.
+        The metadata that the writer added, or None if the header has none.
     tensors : dict of str to Tensor
-        In the order of their bytes.
+        The tensors, in the order of their offsets.
     nbytes : int
-        Of the length and the JSON: where the first tensor begins.
+        The size of the length field and the JSON, which is the offset of the first tensor.
     file_nbytes : int
-        Of the file.
+        The size of the file.
     """
 
     metadata: dict[str, str] | None
@@ -85,14 +87,16 @@ class Header:
 
 
 def read(file: File) -> Header:
-    """Read and check the header of an open file. At most 100 MB are read, and none before they are known to be there.
+    """Read and validate the header of an open file.
+
+    At most 100 MB are read. The length in the file is checked against the file's size before memory is allocated.
 
     Raises
     ------
     SafetensorError
-        The file breaks a rule of the format, or changed its size meanwhile.
+        The file breaks a rule of the format, or its size changed during the call.
     StorageError
-        It cannot be read.
+        The file cannot be read.
     """
     path, file_nbytes = file.path, file.size
     try:
@@ -104,8 +108,8 @@ def read(file: File) -> Header:
     except ShortReadError:
         raise SafetensorError("the file was cut short while its header was read", path) from None
     data = begin[:nbytes]
-    keep = len(data) <= _MAX_KEPT_NBYTES
-    header = (_parsed_before if keep else parse)(data, file_nbytes, path)
+    is_small = len(data) <= _MAX_CACHED_NBYTES
+    header = (_parse_cached if is_small else parse)(data, file_nbytes, path)
     if file.size != file_nbytes:
         raise SafetensorError(
             f"the file had {file_nbytes} bytes, and has {file.size} after its header was read", path
@@ -114,12 +118,12 @@ def read(file: File) -> Header:
 
 
 def length(begin: bytes, file_nbytes: int, path: str) -> int:
-    """Return how many bytes the length and the JSON have, told by a file's first 8 bytes.
+    """Return the size of the length field and the JSON, given the first bytes of a file.
 
     Raises
     ------
     SafetensorError
-        It cannot be, or the file has not so many.
+        The length exceeds the format's limit or the file's size.
     """
     if file_nbytes < LENGTH_NBYTES or len(begin) < LENGTH_NBYTES:
         raise SafetensorError(
@@ -127,43 +131,45 @@ def length(begin: bytes, file_nbytes: int, path: str) -> int:
             path,
         )
     nbytes = int.from_bytes(begin[:LENGTH_NBYTES], "little")
-    if nbytes > min(MAX_NBYTES, file_nbytes) and (other := something_else(begin)):
+    if nbytes > min(MAX_NBYTES, file_nbytes) and (other := wrong_download(begin)):
         raise SafetensorError(other, path)
     if nbytes > MAX_NBYTES:
         raise SafetensorError(
             f"its header would have {nbytes} bytes, more than the {MAX_NBYTES} of the format: "
-            "it is no safetensors file, or damaged",
+            "it is not a safetensors file, or is damaged",
             path,
         )
     if nbytes > file_nbytes - LENGTH_NBYTES:
         raise SafetensorError(
             f"its header would have {nbytes} bytes, and the file has {file_nbytes} altogether: "
-            "it was cut short, or is no safetensors file",
+            "it was cut short, or is not a safetensors file",
             path,
         )
     return LENGTH_NBYTES + nbytes
 
 
 def parse(data: bytes, file_nbytes: int, path: str) -> Header:
-    """Return what a header says.
+    """Parse and validate a header.
 
     Parameters
     ----------
     data : bytes
-        The file's first bytes: the length, and all of the JSON.
+        The first bytes of the file: the length field and all of the JSON.
     file_nbytes : int
-        Of the file.
+        The size of the file.
     path : str
-        For messages.
+        The path of the file, for messages.
 
     Raises
     ------
     SafetensorError
-        A rule of the format is broken.
+        The header breaks a rule of the format.
     """
     nbytes = length(data, file_nbytes, path)
     if len(data) < nbytes:
-        raise SafetensorError(f"{len(data)} bytes of a header of {nbytes} were given", path)
+        raise SafetensorError(
+            f"data has only {len(data)} of the {nbytes} bytes of the header", path
+        )
     try:
         text = data[LENGTH_NBYTES:nbytes].decode()
     except UnicodeDecodeError as error:
@@ -171,49 +177,49 @@ def parse(data: bytes, file_nbytes: int, path: str) -> Header:
             f"its header is not UTF-8: {error.reason} at byte {LENGTH_NBYTES + error.start}", path
         ) from None
     metadata, found = Parser(text, path).run()
-    return Header(metadata, _placed(found, nbytes, file_nbytes, path), nbytes, file_nbytes)
+    return Header(metadata, _check_offsets(found, nbytes, file_nbytes, path), nbytes, file_nbytes)
 
 
-# Some libraries open a file anew for each tensor (accelerate). The bytes alone tell what a header says, and what was
-# made of them is not changed.
-_parsed_before = functools.lru_cache(_MAX_KEPT)(parse)
+# Some libraries (accelerate) open a file again for each tensor. A cache is safe: the result depends only on the
+# arguments, which include all bytes of the header, and callers do not change it.
+_parse_cached = functools.lru_cache(_MAX_CACHED)(parse)
 
 
 def build(
     tensors: Iterable[tuple[str, str, Iterable[int]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[str]]:
-    """Return what stands before the data of a file, as safetensors writes it to the byte.
+    """Build the header of a file. It is byte-identical to the header that safetensors writes.
 
     Parameters
     ----------
     tensors : iterable of (name, dtype, shape)
-        The names of the format, and shapes as headers have them: of F4, elements, not pairs.
+        Dtypes have the format's names. Shapes count single elements of F4, not pairs.
     metadata : mapping of str to str, optional
-        Written in the order of its keys' names; safetensors' order changes from run to run.
+        The metadata, which are written in the order of their keys. safetensors' own order changes from run to run.
 
     Returns
     -------
     bytes
-        The length and the JSON, padded with spaces to a multiple of 8.
+        The length field and the JSON, padded with spaces to a multiple of 8.
     list of str
-        The names, in the order in which the tensors' bytes must follow, without gaps.
+        The names, in the order in which the tensors' bytes must follow the header without gaps.
 
     Raises
     ------
     SafetensorError
-        A name comes twice or cannot be written, a dtype is unknown, a shape is none or too large, elements of less than
-        a byte do not fill bytes, metadata are no strings, or the header becomes larger than the format allows.
+        A name is duplicate or cannot be encoded, a dtype is unknown, a shape is invalid or too large, elements of less
+        than 8 bits do not fill whole bytes, metadata are not strings, or the header exceeds the format's limit.
     """
     entries: list[tuple[int, str, Dtype, tuple[int, ...]]] = []
     seen = set()
     for name, kind, shape in tensors:
         dtype = DTYPES.get(kind)
         if dtype is None:
-            raise SafetensorError(f"{kind!r} is no dtype of the format", name=name)
+            raise SafetensorError(f"{kind!r} is not a dtype of the format", name=name)
         if name in seen:
-            raise SafetensorError("there are two of this name", name=name)
+            raise SafetensorError("there are two tensors of this name", name=name)
         if name == METADATA:
-            raise SafetensorError("the format keeps this name for metadata", name=name)
+            raise SafetensorError("the format reserves this name for metadata", name=name)
         seen.add(name)
         entries.append((-_RANK[kind], name, dtype, tuple(map(operator.index, shape))))
     entries.sort(key=lambda entry: entry[:2])
@@ -224,14 +230,14 @@ def build(
     for _, name, dtype, shape in entries:
         begin, at = at, at + _nbytes_of(dtype, shape, "", name)
         if at >= WORD:
-            raise SafetensorError("more than 2**64 bytes end here", name=name)
+            raise SafetensorError("its end exceeds the 2**64 bytes of the format", name=name)
         content[name] = {"dtype": dtype.name, "shape": shape, "data_offsets": (begin, at)}
     try:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         wrong = shortened(error.object[max(0, error.start - 20) : error.end + 20])
         raise SafetensorError(
-            f"a name or metadata with half a surrogate pair cannot be written: {wrong}"
+            f"a name or metadata has half of a surrogate pair, which UTF-8 cannot represent: {wrong}"
         ) from None
     text += b" " * (-len(text) % LENGTH_NBYTES)
     if len(text) > MAX_NBYTES:
@@ -248,17 +254,23 @@ def _text_only(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise SafetensorError(
-                f"metadata are strings, and {shortened(key)}: {shortened(value)} are not"
+                f"metadata must be strings, and {shortened(key)}: {shortened(value)} is not a pair of strings"
             )
     return dict(sorted(metadata.items()))
 
 
 def _nbytes_of(dtype: Dtype, shape: tuple[int, ...], path: str, name: str) -> int:
-    """Return how many bytes a tensor has; counted in this order, since the reference's 64 bits may overflow."""
+    """Return the size of a tensor in bytes.
+
+    The product is computed from left to right and refused at the first overflow of 64 bits, as in the reference, even
+    if a later dimension is 0.
+    """
     elements = 1
     for size in shape:
         if not 0 <= size < WORD:
-            raise SafetensorError(f"its shape has {size}", path, name=name)
+            raise SafetensorError(
+                f"its shape contains {size}, which is not a size", path, name=name
+            )
         elements *= size
         if elements >= WORD:
             break
@@ -269,27 +281,28 @@ def _nbytes_of(dtype: Dtype, shape: tuple[int, ...], path: str, name: str) -> in
         )
     if bits % 8:
         raise SafetensorError(
-            f"shape {shortened(shape)} of {dtype.name} has {bits} bits, which do not fill bytes",
+            f"shape {shortened(shape)} of {dtype.name} has {bits} bits, which is not a number of whole bytes",
             path,
             name=name,
         )
     return bits // 8
 
 
-def _placed(
+def _check_offsets(
     found: dict[str, Found],
     nbytes: int,
     file_nbytes: int,
     path: str,
 ) -> dict[str, Tensor]:
-    """Return the tensors in the order of their bytes, which must cover the file behind the header exactly."""
+    """Return the tensors in the order of their offsets. They must cover the file after the header exactly."""
     tensors = {}
     at = 0
     for name, (dtype, shape, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if begin != at or end < begin:
             raise SafetensorError(_misplaced(begin, end, at), path, name=name)
-        # A product that is not 0 has none that is larger before it; all else is looked at closely. One of thousands of
-        # large numbers would take hours.
+        # Fast path: if the whole product is within 64 bits and not 0, so is each partial product. All other shapes take
+        # the exact check. Shapes with many dimensions skip math.prod(), which can take hours for thousands of large
+        # sizes, because it computes with integers of any length.
         if (
             len(shape) > _FEW_DIMENSIONS
             or not 0 < math.prod(shape) * dtype.bits == 8 * (end - begin) < WORD
@@ -313,7 +326,7 @@ def _placed(
     if at != file_nbytes - nbytes:
         raise SafetensorError(
             f"the tensors end at {nbytes + at}, and the file at {file_nbytes}: "
-            f"{file_nbytes - nbytes - at} bytes are no tensor's",
+            f"{file_nbytes - nbytes - at} bytes belong to no tensor",
             path,
         )
     return tensors
@@ -322,7 +335,7 @@ def _placed(
 def _misplaced(begin: int, end: int, at: int) -> str:
     where = f"its data_offsets are {begin} to {end}"
     if end < begin:
-        return f"{where}, backwards"
+        return f"{where}, and the end precedes the begin"
     if begin > at:
-        return f"{where}, and {begin - at} bytes before are no tensor's"
-    return f"{where}, and bytes up to {at} are another tensor's"
+        return f"{where}, and the {begin - at} bytes before belong to no tensor"
+    return f"{where}, and the bytes up to {at} belong to another tensor"

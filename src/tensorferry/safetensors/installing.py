@@ -1,7 +1,7 @@
-"""Ours in the place of safetensors' own functions, for libraries that import these.
+"""Replacement of safetensors' functions with tensorferry's, for libraries that import safetensors.
 
-``install()`` puts our names into the ``safetensors`` package, and into modules that have imported them by name before.
-What is asked for in a framework that we have not is passed on to safetensors itself.
+``install()`` replaces names in the ``safetensors`` package, and in modules that have already imported them by name.
+Calls for a framework that tensorferry does not support are passed on to safetensors.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from typing import Any
 import _tensorferry_startup
 from tensorferry.safetensors import opened
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.frameworks import is_served
+from tensorferry.safetensors.frameworks import is_supported
 
 VARIABLE = "TENSORFERRY_SAFETENSORS"
 
-# safetensors' modules; those that are imported later are replaced then. Of each, only names that are there already.
+# safetensors' modules. A module that is imported later is patched at that time. Only those names are replaced that the
+# installed version of safetensors has.
 _PACKAGE = "safetensors"
 _MODULES = ("safetensors.torch", "safetensors.numpy")
 
 _lock = threading.RLock()
-_replaced: dict[str, contextlib.ExitStack] = {}  # by module: the way back
+# For each patched module, the callbacks that restore it.
+_replaced: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
-    """Have libraries that import ``safetensors`` load and save by tensorferry.
+    """Make libraries that import ``safetensors`` load and save with tensorferry.
 
-    ``safetensors.safe_open``, and what ``safetensors.torch`` and ``safetensors.numpy`` have of ours, are replaced: in
-    these modules, when they are imported, and wherever else they have been imported by name. Frameworks other than
-    torch and NumPy stay with safetensors. Our ``SafetensorError`` becomes one of theirs. It sets
-    TENSORFERRY_SAFETENSORS=1, so that processes started later do the same. A second call does nothing.
+    This replaces ``safetensors.safe_open``, and the functions of ``safetensors.torch`` and ``safetensors.numpy`` that
+    tensorferry has: in these modules, once they are imported, and in every module that has imported them by name.
+    safetensors still serves frameworks other than torch and NumPy. tensorferry's ``SafetensorError`` becomes a subclass
+    of safetensors' own. The environment variable TENSORFERRY_SAFETENSORS is set to 1, which installs tensorferry in
+    child processes that start later, too. A second call has no effect.
 
     Raises
     ------
@@ -51,16 +54,18 @@ def install() -> None:
             "safetensors is not installed (remedy: pip install safetensors)", name=_PACKAGE
         ) from None
     for name in _MODULES:
-        if name in sys.modules:  # perhaps another thread is at it; never waited for with the lock
+        # If another thread is importing the module, this waits until the module is complete. It must not wait while it
+        # holds `_lock`, which the other thread may need to finish its import.
+        if name in sys.modules:
             importlib.import_module(name)
     with _lock:
         if _PACKAGE not in _replaced:
             with contextlib.ExitStack() as stack:
-                # Who catches their error catches ours.
+                # Code that catches safetensors' SafetensorError must also catch tensorferry's.
                 before = SafetensorError.__bases__
                 SafetensorError.__bases__ = (theirs.SafetensorError,)
                 stack.callback(setattr, SafetensorError, "__bases__", before)
-                _replace(stack, {"safe_open": _with_others(theirs.safe_open)}, theirs)
+                _replace(stack, {"safe_open": _with_fallback(theirs.safe_open)}, theirs)
                 _set_variable(stack)
                 _replaced[_PACKAGE] = stack.pop_all()
         for name in _MODULES:
@@ -72,14 +77,12 @@ def install() -> None:
                 continue
             ours = importlib.import_module(f"tensorferry.{name}")
             with contextlib.ExitStack() as stack:
-                _replace(
-                    stack, {each: _of_its_own(getattr(ours, each)) for each in ours.__all__}, module
-                )
+                _replace(stack, {each: _wrap(getattr(ours, each)) for each in ours.__all__}, module)
                 _replaced[name] = stack.pop_all()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`. What has been opened meanwhile goes on working."""
+    """Undo :func:`install`. Files that were opened in the meantime stay usable."""
     with _lock:
         for name in (_PACKAGE, *_MODULES):
             _tensorferry_startup.disarm(name)
@@ -88,16 +91,16 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Return whether ours are in safetensors' place."""
+    """Return whether :func:`install` is in effect."""
     return _PACKAGE in _replaced
 
 
-def _with_others(theirs: Any) -> Any:
-    """Return our ``safe_open``, as a class that passes on what we have no framework for."""
+def _with_fallback(theirs: Any) -> Any:
+    """Return a subclass of tensorferry's ``safe_open`` that passes unsupported frameworks on to safetensors' own."""
 
     class safe_open(opened.safe_open):  # noqa: N801
         def __new__(cls, filename: Any, framework: Any, *arguments: Any, **options: Any) -> Any:
-            if not is_served(framework):
+            if not is_supported(framework):
                 return theirs(filename, framework, *arguments, **options)
             return super().__new__(cls)
 
@@ -107,15 +110,15 @@ def _with_others(theirs: Any) -> Any:
 
 
 def _replace(stack: contextlib.ExitStack, ours: dict[str, Any], module: Any) -> None:
-    """Replace what a module of theirs has by the names of ours: there, and wherever it was imported to."""
+    """Replace a module's functions with those of the same names in ``ours``, in every module that has imported them."""
     pairs = [(vars(module)[name], each) for name, each in ours.items() if name in vars(module)]
-    # Also out of what was imported meanwhile.
+    # uninstall() searches all modules again, because modules may have imported the replacements in the meantime.
     stack.callback(_exchange, [(mine, theirs) for theirs, mine in pairs])
     _exchange(pairs)
 
 
 def _exchange(pairs: list[tuple[Any, Any]]) -> None:
-    """Put the second of each pair wherever a module has the first."""
+    """Replace the first object of each pair with the second in the namespaces of all modules."""
     known = {id(old): (old, new) for old, new in pairs}
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", None)
@@ -126,8 +129,12 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> None:
                 names[name] = known[id(value)][1]
 
 
-def _of_its_own(function: Any) -> Any:
-    """Return a function that is not the one that programs import from here, which uninstall() leaves alone."""
+def _wrap(function: Any) -> Any:
+    """Wrap a function in a distinct object.
+
+    uninstall() searches for objects by identity. It must not replace names that a program has imported from tensorferry
+    itself.
+    """
 
     @functools.wraps(function)
     def installed(*arguments: Any, **options: Any) -> Any:
@@ -140,10 +147,10 @@ def _set_variable(stack: contextlib.ExitStack) -> None:
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "1"
 
-    def put_back() -> None:
+    def restore() -> None:
         if before is None:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
 
-    stack.callback(put_back)
+    stack.callback(restore)

@@ -1,13 +1,13 @@
-"""The bytes of an open file: which are mapped, which are read, and what keeps them.
+"""Loading bytes of an open file into memory, where each range is either mapped or read.
 
-What the page cache holds, or has some of, is mapped, copy on write, which costs nothing; all else is read past it into
-memory on huge pages, by one pipelined transfer. Both are ranges of one piece of addresses, the file's image, so a
-tensor may lie across them. Each tensor owns its pages of the image: with its last reference they are free again,
-whatever becomes of the others.
+Ranges that the page cache holds, completely or in part, are mapped copy-on-write, which copies nothing. All other
+ranges are read with direct I/O into memory on huge pages, by one pipelined transfer. Both kinds are parts of one range
+of addresses, the image, so a tensor can span them. Each tensor owns its pages of the image: they are freed with its
+last reference, independently of the other tensors.
 
-A map is the file as long as nobody changes a page of it: who writes to the file in place changes tensors, and who cuts
-it off has the process killed by SIGBUS when these are touched. The size is checked when a map is made. Files that are
-replaced (a new one renamed over the name) go on as they were.
+A mapped page shows the file's content until the process writes to that page. A program that modifies the file in place
+therefore changes tensors, and access to a tensor beyond the end of a truncated file raises SIGBUS. The size is checked
+when a map is made. A file that is replaced, where a new file is renamed over it, keeps its old content in the map.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import mmap
 import os
-from errno import ENOENT
+from errno import EISDIR, ENOENT
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
@@ -36,62 +36,69 @@ if TYPE_CHECKING:
 
 DIRECT = ("auto", "always", "never")
 
-# The page cache is looked at by runs of so many bytes, a multiple of huge pages, and by no more runs than these: each
-# one is a mapping of its own, of which a process has 65,530.
+# The page cache is queried in runs of this size, a multiple of a huge page. The number of runs is limited because each
+# one can become a separate mapping, and Linux allows a process 65,530 of them by default (vm.max_map_count).
 _RUN_NBYTES = 2 << 20
 _MAX_RUNS = 256
-# A run of which the cache holds so much is mapped, and the rest brought there: reading it would fill fresh memory with
-# what is in memory already. Measured on files of which tenths were missing here and there.
+# A run is mapped if at least this share of it is cached, and the kernel reads the rest into the cache. Direct I/O would
+# fill fresh memory with bytes that are already in memory. The value was measured with partly cached files.
 _MAPPED_SHARE = 0.1
-# The kernel reads no more for one call than a device's readahead or its best request, whichever is more.
+# One POSIX_FADV_WILLNEED call reads at most the device's read-ahead or its optimal I/O size, whichever is larger. So
+# the advice is given in small pieces.
 _ADVICE_NBYTES = 256 << 10
-# What is smaller is read into memory of the framework's, together with what surrounds it.
+# Smaller ranges are read into the framework's own memory instead of an image of whole pages.
 _SMALL_NBYTES = 128 << 10
 
 
 class SourceFile(Owned):
-    """A file that is open for loading, with its header. Any number of threads may use it, in forked children, too.
+    """An open file with its header. It is thread-safe, and usable in a forked child.
 
-    It is closed with its last reference: that of the handle, slices, or a loader.
+    The file is closed with the last reference, which a handle, a slice or a loader can hold.
     """
 
     def __init__(self, path: str, direct: str) -> None:
         try:
             self._file = tensorferry.open(path)
         except StorageError as error:
+            if error.errno == EISDIR:
+                error.strerror = (
+                    f"{error.strerror}; remedy: load the safetensors files of a folder with "
+                    "tensorferry.safetensors.plans.load_files, and a checkpoint with torch.distributed.checkpoint.load"
+                )
             if error.errno != ENOENT:
                 raise
-            # As safetensors says it.
+            # Programs compare this text, which is safetensors' own.
             raise FileNotFoundError(f"No such file or directory: {path}") from None
         self.path = path
         self.direct = direct
         self.header = header.read(self._file)
-        self._belong_here()
-        self._map: Any = None  # of all the file
+        self._set_owner()
+        self._map: Any = None  # the mapping of the whole file, made when it is first needed
 
     @property
     def file(self) -> tensorferry.File:
-        """The file; a forked child's own, whose workers its parent's are not."""
+        """The file. A forked child gets its own, because the parent's worker threads do not exist in the child."""
         if self.is_parents:
-            # The same file, whatever has its name now. Two threads may both do so, and both files are right.
-            before = self._file  # kept, and so open, while its descriptor is used
-            self._file = before._again()
-            self._belong_here()
+            # This reopens the same file through its descriptor, even if the name now refers to another file. Two
+            # threads may do this concurrently: either result is correct. `before` keeps the descriptor open meanwhile.
+            before = self._file
+            self._file = before._reopen()
+            self._set_owner()
         return self._file
 
     def tensor(self, name: str) -> header.Tensor:
-        """Return what the header says of a tensor."""
+        """Return the header's entry for a tensor."""
         found = self.header.tensors.get(name)
         if found is None:
             raise SafetensorError(f"File does not contain tensor {name}", self.path)
         return found
 
     def is_mapped(self, begin: int, end: int) -> bool:
-        """Return whether bytes are to be mapped, all of them: the cache has them."""
+        """Return whether a range should be mapped as a whole, because the page cache holds all of it."""
         return self._cached_share(begin, end - begin) == 1
 
     def map(self, begin: int, end: int) -> Any:
-        """Return bytes of the file as they are mapped: one map for all calls."""
+        """Return bytes of the file from a mapping of the whole file, which all calls share."""
         if self._map is None:
             self._check_size()
             nbytes = self.header.file_nbytes
@@ -99,7 +106,7 @@ class SourceFile(Owned):
         return self._map.bytes(begin, end - begin)
 
     def image(self, begin: int, end: int) -> Image:
-        """Begin to have bytes of the file in memory, mapped or read."""
+        """Begin to load a range of the file, part mapped and part read."""
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         file = self.file
         runs = list(self._runs(first, end))
@@ -120,7 +127,7 @@ class SourceFile(Owned):
                 nbytes if mapped else memory[offset - first : offset - first + nbytes]
                 for (nbytes, mapped), offset in zip(runs, offsets, strict=True)
             ]
-            # Bytes passed over at either end are none of the transfer.
+            # A transfer must begin and end with a buffer. Mapped runs, which are gaps, are cut off at either end.
             skipped = 0
             while isinstance(segments[-1], int):
                 segments.pop()
@@ -130,45 +137,49 @@ class SourceFile(Owned):
         return Image(mapping, first, future)
 
     def _runs(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Return runs of bytes that are alike, and whether they are to be mapped.
+        """Split a range into runs to map and runs to read. Yield the size of each, and whether to map it.
 
-        What the cache lacks of those is asked for.
+        Start reading the missing pages of the runs to map into the page cache.
         """
         share = self._cached_share(begin, end - begin)
         if share in (0, 1):
             yield end - begin, share == 1
             return
         run_nbytes = -(-(end - begin) // _MAX_RUNS // _RUN_NBYTES) * _RUN_NBYTES
-        # They end where huge pages of the file do, and so where those of the image do.
+        # Runs end at multiples of a huge page, in the file and so in the image, which lets each run use huge pages.
         cuts = [begin, *range((begin // run_nbytes + 1) * run_nbytes, end, run_nbytes), end]
-        alike, before = 0, False
+        merged_nbytes, before = 0, False
         for at, stop in itertools.pairwise(cuts):
             share = self._cached_share(at, stop - at)
             mapped = share >= _MAPPED_SHARE
             if mapped and share < 1:
-                self._bring(at, stop)
-            if alike and mapped != before:
-                yield alike, before
-                alike = 0
-            alike, before = alike + stop - at, mapped
-        yield alike, before
+                self._prefetch(at, stop)
+            if merged_nbytes and mapped != before:
+                yield merged_nbytes, before
+                merged_nbytes = 0
+            merged_nbytes, before = merged_nbytes + stop - at, mapped
+        yield merged_nbytes, before
 
-    def _bring(self, begin: int, end: int) -> None:
-        """Have the page cache read bytes that will be touched soon."""
+    def _prefetch(self, begin: int, end: int) -> None:
+        """Advise the kernel to read a range into the page cache."""
         descriptor = self.file._open_file().descriptor
-        with contextlib.suppress(OSError):  # advice: without it pages come as they are touched
+        with contextlib.suppress(OSError):  # only advice: without it, page faults read the pages
             for at in range(begin, end, _ADVICE_NBYTES):
                 nbytes = min(_ADVICE_NBYTES, end - at)
                 os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _cached_share(self, begin: int, nbytes: int) -> float:
-        """Return what part of bytes the page cache has, or is to be taken to have."""
+        """Return the share of a range that is in the page cache.
+
+        Without a query, return 0.0 for a file that must be read, and 1.0 for one that must be mapped.
+        """
         if self.file._version is not None:
-            return 0.0  # what is elsewhere cannot be mapped
+            return 0.0  # objects in a bucket cannot be mapped
         if self.direct != "auto":
             return float(self.direct == "never")
         found = self.file._open_file().residency(begin, nbytes)
-        if found is None:  # the kernel does not tell (before Linux 6.5): as safetensors does
+        # Linux before 6.5 has no cachestat(). On such kernels everything is mapped, as safetensors does.
+        if found is None:
             return 1.0
         cached, total = found
         return min(cached / total, 1.0) if total else 1.0
@@ -182,28 +193,28 @@ class SourceFile(Owned):
 
 
 class Image(NamedTuple):
-    """Bytes of a file in memory, or on their way."""
+    """A range of a file in memory. It is complete once the future is done."""
 
     mapping: Any
-    begin: int  # where in the file
+    begin: int  # the offset in the file
     future: tensorferry.Future[Any] | None
 
     def bytes(self, begin: int, end: int, *, alone: bool = False) -> Any:
-        """Return bytes of the file; ``alone``: nobody else ever gets them, and they are gone with their owner."""
+        """Return bytes of the file. With ``alone``, the result owns its pages, and its last reference frees them."""
         return self.mapping.bytes(begin - self.begin, end - begin, alone)
 
 
 class Load:
-    """Whole tensors that are neighbours in a file, on their way into memory by one transfer.
+    """A transfer that loads several complete tensors of a file.
 
     Parameters
     ----------
     source : SourceFile
         The file.
     tensors : iterable of header.Tensor
-        In the order of their bytes.
+        The tensors, in the order of their offsets.
     framework : Framework
-        Whose arrays they become.
+        The framework of the arrays.
     """
 
     def __init__(
@@ -215,28 +226,28 @@ class Load:
             for tensor in tensors
         }
         self._image: Image | None = None
-        self._arrays: dict[str, Any] = {}  # that are read into as they are
+        self._arrays: dict[str, Any] = {}  # the tensors' device memory, where no image is used
         self.future: tensorferry.Future[Any] | None = None
-        there = [tensor for tensor in self._shapes if tensor.nbytes > 0]
-        if not there:
+        non_empty = [tensor for tensor in self._shapes if tensor.nbytes > 0]
+        if not non_empty:
             return
         if framework.on_host:
-            self._image = source.image(there[0].begin, there[-1].end)
+            self._image = source.image(non_empty[0].begin, non_empty[-1].end)
             self.future = self._image.future
             return
         segments: list[Any] = []
-        at = there[0].begin
-        for tensor in there:
+        at = non_empty[0].begin
+        for tensor in non_empty:
             if tensor.begin > at:
                 segments.append(tensor.begin - at)
             data = framework.empty(tensor.nbytes)
             segments.append(data)
             self._arrays[tensor.name] = data
             at = tensor.end
-        self.future = source.file.read_into(segments, there[0].begin)
+        self.future = source.file.read_into(segments, non_empty[0].begin)
 
     def result(self) -> dict[str, Any]:
-        """Return the arrays by name, when they are there. To be called once: what is dropped of them is gone."""
+        """Wait, and return the arrays by name. Call this once only: the result owns the tensors' memory."""
         wait(self.future)
         return {tensor.name: self._array(tensor, shape) for tensor, shape in self._shapes.items()}
 
@@ -248,29 +259,29 @@ class Load:
             data = self._arrays.pop(tensor.name)
         else:
             memory = self._image.bytes(tensor.begin, tensor.end, alone=True)
-            data = aligned(framework.over(memory), tensor)
-        return framework.typed(framework.from_host(data), tensor.dtype, shape)
+            data = aligned(framework.wrap(memory), tensor)
+        return framework.as_array(framework.to_device(data), tensor.dtype, shape)
 
 
-class Coming(NamedTuple):
-    """What is on its way into memory: its transfer, if it needs one, and how to have it when that is done."""
+class PendingLoad(NamedTuple):
+    """A load in progress: its transfer, or None if it needs none, and a function for the result after the transfer."""
 
     future: tensorferry.Future[Any] | None
     finish: Callable[[], Any]
 
     def result(self) -> Any:
-        """Wait for it, and return it."""
+        """Wait for the load, and return its result."""
         wait(self.future)
         return self.finish()
 
 
 def wait(future: tensorferry.Future[Any] | None) -> None:
-    """Return when a transfer, if it is one, has ended well; who is interrupted leaves nothing to be read.
+    """Wait for a transfer. If the wait is interrupted, cancel it. Do nothing for None.
 
     Raises
     ------
     StorageError
-        It could not be read.
+        The file cannot be read.
     """
     if future is None:
         return
@@ -282,35 +293,35 @@ def wait(future: tensorferry.Future[Any] | None) -> None:
 
 
 def load_tensor(source: SourceFile, tensor: header.Tensor, framework: Framework) -> Any:
-    """Return one tensor of a file."""
+    """Load one tensor of a file."""
     shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
     data = begin_bytes(source, tensor, tensor.begin, tensor.end, framework).result()
-    return framework.typed(framework.from_host(data), tensor.dtype, shape)
+    return framework.as_array(framework.to_device(data), tensor.dtype, shape)
 
 
 def begin_bytes(
     source: SourceFile, tensor: header.Tensor, begin: int, end: int, framework: Framework
-) -> Coming:
-    """Begin to have bytes of a tensor where files are read to: mapped if they are in the cache."""
+) -> PendingLoad:
+    """Begin to load bytes of a tensor. Map them if the page cache holds all of them."""
     nbytes = end - begin
     if framework.on_host and nbytes > 0 and source.is_mapped(begin, end):
-        mapped = aligned(framework.over(source.map(begin, end)), tensor)
-        return Coming(None, lambda: mapped)
+        mapped = aligned(framework.wrap(source.map(begin, end)), tensor)
+        return PendingLoad(None, lambda: mapped)
     if framework.on_host and nbytes >= _SMALL_NBYTES:
         image = source.image(begin, end)
-        return Coming(
+        return PendingLoad(
             image.future,
-            lambda: aligned(framework.over(image.bytes(begin, end)), tensor),
+            lambda: aligned(framework.wrap(image.bytes(begin, end)), tensor),
         )
     data = framework.empty(nbytes)
     future = source.file.read_into(data, begin) if nbytes > 0 else None
-    return Coming(future, lambda: data)
+    return PendingLoad(future, lambda: data)
 
 
 def aligned(data: Any, tensor: header.Tensor) -> Any:
-    """Return a tensor's bytes, or a copy where its elements do not lie as processors want them.
+    """Return a tensor's bytes, or a copy if its elements are not aligned to their size.
 
-    The format lets a tensor begin anywhere; images have the file's pages.
+    The format allows a tensor to begin at any offset, and an image keeps the file's offsets within a page.
     """
     if tensor.begin % itemsize_of(tensor.dtype) == 0:
         return data
@@ -318,25 +329,25 @@ def aligned(data: Any, tensor: header.Tensor) -> Any:
 
 
 def checked_direct(direct: Any, backend: Any) -> str:
-    """Return what is to be read rather than mapped.
+    """Validate ``direct`` and ``backend``, and return one value of ``direct`` that has the effect of both.
 
     Raises
     ------
     SafetensorError
-        There is no such backend.
+        The backend is unknown.
     ValueError
-        ``direct`` is none of those there are.
+        ``direct`` has an unknown value.
     """
     if backend not in ("mmap", "pread"):
         raise SafetensorError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
     if direct not in DIRECT:
-        raise ValueError(f"direct: {direct!r} is none of {', '.join(map(repr, DIRECT))}")
-    # "pread" says that nothing is to be mapped.
+        raise ValueError(f"direct: {direct!r} is not one of {', '.join(map(repr, DIRECT))}")
+    # backend="pread" means that nothing is mapped.
     return "always" if backend == "pread" and direct == "auto" else str(direct)
 
 
 def path_of(filename: Any) -> str:
-    """Return a path as text."""
+    """Return a path as a string."""
     if not is_pair(filename) and not isinstance(filename, (str, bytes, os.PathLike)):
-        raise TypeError(f"filename: {filename!r} is no path")
+        raise TypeError(f"filename: {filename!r} is not a path")
     return text_of(filename, "filename")

@@ -1,4 +1,4 @@
-"""Files that are bytes in memory."""
+"""Safetensors files that are bytes in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.safetensors import header
-from tensorferry.safetensors.errors import LOOKED_AT_NBYTES
+from tensorferry.safetensors.errors import SNIFFED_NBYTES
 from tensorferry.safetensors.loading import aligned
 
 if TYPE_CHECKING:
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the tensors of a file's bytes: names, and for each shape, dtype (the format's name) and bytes.
+    """Return the tensors in a file's bytes as pairs of a name and a dict with "shape", "dtype" and "data".
+
+    The dtype has the format's name. The data are copies.
 
     Raises
     ------
@@ -31,7 +33,7 @@ def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def arrays_of(data: bytes, framework: Framework) -> dict[str, Any]:
-    """Return the tensors of a file's bytes as arrays, which are copies."""
+    """Return the tensors in a file's bytes as arrays, which are copies."""
     tensors = [tensor for tensor, _ in _tensors(data)]
     shapes = [framework.shape(each.dtype, each.shape, "", each.name) for each in tensors]
     mapping = _core.map_pieces([None], [0], [len(data)])
@@ -40,15 +42,15 @@ def arrays_of(data: bytes, framework: Framework) -> dict[str, Any]:
     for tensor, shape in zip(tensors, shapes, strict=True):
         if tensor.nbytes > 0:
             memory = mapping.bytes(tensor.begin, tensor.nbytes, True)
-            copy = aligned(framework.over(memory), tensor)
+            copy = aligned(framework.wrap(memory), tensor)
         else:
             copy = framework.empty(0)
-        arrays[tensor.name] = framework.typed(copy, tensor.dtype, shape)
+        arrays[tensor.name] = framework.as_array(copy, tensor.dtype, shape)
     return arrays
 
 
 def _tensors(data: bytes) -> list[tuple[header.Tensor, memoryview]]:
     view = memoryview(data).cast("B")
-    nbytes = header.length(bytes(view[:LOOKED_AT_NBYTES]), len(view), "")
+    nbytes = header.length(bytes(view[:SNIFFED_NBYTES]), len(view), "")
     found = header.parse(bytes(view[:nbytes]), len(view), "")
     return [(tensor, view[tensor.begin : tensor.end]) for tensor in found.tensors.values()]

@@ -1,4 +1,4 @@
-"""``safetensors.numpy``, by the same names."""
+"""The functions of ``safetensors.numpy``, under the same names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_file(
     backend: str = "mmap",
     direct: str = "auto",
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Load all tensors of a file, in the order of their bytes.
+    """Load all tensors of a file, in the order of their offsets.
 
     Parameters
     ----------
@@ -35,24 +35,24 @@ def load_file(
     Returns
     -------
     dict of str to numpy.ndarray
-        Each one's memory is free again with its last reference, whatever becomes of the others.
+        The arrays. The memory of each is freed with its last reference, independently of the others.
 
     Raises
     ------
     FileNotFoundError, SafetensorError, StorageError
-        As for ``safe_open``; SafetensorError also where NumPy has no dtype for a tensor (bfloat16, float8).
+        As for ``safe_open``. SafetensorError also if NumPy lacks a tensor's dtype (bfloat16, float8).
     """
     with safe_open(filename, "np", backend=backend, direct=direct) as file:
         return file.get_tensors()
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Load all tensors of a file's bytes; they are copies.
+    """Load all tensors from a file's bytes. The arrays are copies.
 
     Raises
     ------
     SafetensorError
-        The bytes break a rule of the format, or NumPy has no such dtype.
+        The bytes break a rule of the format, or NumPy lacks a tensor's dtype.
     """
     return arrays_of(data, framework_of("np", "cpu"))
 
@@ -64,12 +64,12 @@ def save_file(
     *,
     sync: bool = False,
 ) -> None:
-    """Save arrays to a file; see :func:`tensorferry.safetensors.saving.save_file`."""
+    """Save arrays to a file. See :func:`tensorferry.safetensors.saving.save_file`."""
     saving.save_file(tensor_dict, filename, metadata, sync=sync)
 
 
 def save(
     tensor_dict: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a file with these arrays; see :func:`tensorferry.safetensors.saving.save`."""
+    """Return the bytes of a file with these arrays. See :func:`tensorferry.safetensors.saving.save`."""
     return saving.save(tensor_dict, metadata)

@@ -1,4 +1,4 @@
-"""``safe_open``: one file, its header at once, tensors and slices of it when they are asked for."""
+"""``safe_open``: a handle to one file. The header is read at once; tensors and slices are read on request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tensorferry.base.ranges import (
     segments_of,
     strides_of,
 )
-from tensorferry.safetensors.ahead import Ahead
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
 from tensorferry.safetensors.loading import (
-    Coming,
     Load,
+    PendingLoad,
     SourceFile,
     aligned,
     begin_bytes,
@@ -28,6 +27,7 @@ from tensorferry.safetensors.loading import (
     load_tensor,
     path_of,
 )
+from tensorferry.safetensors.read_ahead import ReadAhead
 from tensorferry.safetensors.slicing import Selection, select
 from tensorferry.transfer.arrays import collect_runs
 from tensorferry.transfer.pipeline import Pipeline, Read
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.header import Tensor
     from tensorferry.transfer.futures import Future
 
-# What a prefetch reads at a time: neighbours of so many bytes, or one tensor.
+# A prefetch reads consecutive tensors of up to this size together, and larger tensors alone.
 _LOAD_NBYTES = 32 << 20
 
 
 class TensorMeta:
-    """A tensor's entry in the header, as it was written.
+    """A tensor's entry in the header.
 
     Attributes
     ----------
     dtype : str
-        The format's name.
+        The format's name of the dtype.
     shape : list of int
-        Of elements.
+        The shape in the header, in elements.
     data_offsets : tuple of int
-        First byte and end, from the end of the header.
+        The offset of the first byte and the offset of the end, both relative to the end of the header.
     """
 
     def __init__(self, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> None:
@@ -66,33 +66,34 @@ class TensorMeta:
 
 
 class safe_open:  # noqa: N801
-    """A safetensors file, open to take tensors from; a context manager.
+    """An open safetensors file. It is a context manager.
 
-    Any number of threads may use it. What was taken from it, and slices, stay usable after its end. A forked child may
-    go on with it.
+    The handle is thread-safe, and usable in a forked child. Tensors and slices that were taken from it stay usable
+    after it is closed.
 
     Parameters
     ----------
     filename : str, bytes or PathLike, or pair of store and key
-        The file; also an object of a bucket, as :func:`tensorferry.open` has them: it is read, never mapped.
+        The file, or an object in a bucket as for :func:`tensorferry.open`. Objects in buckets are always read, never
+        mapped.
     framework : str
         "pt", "torch" or "pytorch"; "np" or "numpy".
     device : str, int or torch.device
-        Where torch's tensors are to be; a number is one of the accelerator.
+        The device of torch's tensors. An integer is the index of an accelerator.
     backend : "mmap" or "pread"
-        As safetensors has it; "pread" is ``direct="always"``.
+        safetensors' own option. "pread" is the same as ``direct="always"``.
     direct : "auto", "always" or "never"
-        "auto" maps what the page cache holds, copy on write, and reads the rest past it, into memory on huge pages;
-        "always" maps nothing; "never" maps everything.
+        "auto" maps the parts of the file that the page cache holds, copy-on-write, and reads the rest with direct I/O
+        into memory on huge pages. "always" maps nothing. "never" maps everything.
 
     Raises
     ------
     FileNotFoundError
-        There is no such file.
+        The file does not exist.
     SafetensorError
-        It breaks a rule of the format; an argument is none of those above.
+        The file breaks a rule of the format, or the framework, device or backend is invalid.
     StorageError
-        It cannot be read.
+        The file cannot be read.
     """
 
     def __init__(
@@ -104,12 +105,12 @@ class safe_open:  # noqa: N801
         backend: str = "mmap",
         direct: str = "auto",
     ) -> None:
-        how = checked_direct(direct, backend)
+        mode = checked_direct(direct, backend)
         path = path_of(filename)
         self._framework: Framework = framework_of(framework, device)
-        source = SourceFile(path, how)
+        source = SourceFile(path, mode)
         self._source: SourceFile | None = source
-        self._ahead: Ahead | None = Ahead(source, self._framework)
+        self._ahead: ReadAhead | None = ReadAhead(source, self._framework)
         self._is_torch = hasattr(self._framework, "device")
 
     def keys(self) -> list[str]:
@@ -117,11 +118,11 @@ class safe_open:  # noqa: N801
         return sorted(self._open().header.tensors)
 
     def offset_keys(self) -> list[str]:
-        """Return the names of the tensors, in the order of their bytes."""
+        """Return the names of the tensors, in the order of their offsets."""
         return list(self._open().header.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the file's writer added, or None."""
+        """Return the metadata that the file's writer added, or None."""
         metadata = self._open().header.metadata
         return None if metadata is None else dict(metadata)
 
@@ -137,35 +138,35 @@ class safe_open:  # noqa: N801
     def get_tensor(self, name: str) -> Any:
         """Return a tensor.
 
-        Where tensors are asked for in the order of :meth:`offset_keys`, up to 64 MiB of those that follow are read
-        meanwhile.
+        If the caller requests tensors in the order of :meth:`offset_keys`, up to 64 MiB of the following tensors are
+        read ahead.
 
         Raises
         ------
         SafetensorError
-            The file has none of this name, or the framework no such dtype; or this is closed.
+            The file has no tensor of this name, the framework lacks its dtype, or the handle is closed.
         StorageError
-            It could not be read.
+            The tensor cannot be read.
         """
         source, framework = self._open(), self._framework
         tensor = source.tensor(name)
         shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
         ahead = self._ahead
         if ahead is None:
-            raise SafetensorError("File is closed")  # by another thread, just now
+            raise SafetensorError("File is closed")  # another thread closed it after _open() above
         if ahead.is_parents:
-            # What a forked child's parent reads is not its own.
-            self._ahead = ahead = Ahead(source, framework)
+            # In a forked child, the parent's transfers never complete.
+            self._ahead = ahead = ReadAhead(source, framework)
         data = ahead.bytes(tensor)
-        return framework.typed(framework.from_host(data), tensor.dtype, shape)
+        return framework.as_array(framework.to_device(data), tensor.dtype, shape)
 
     def get_tensors(self) -> dict[str, Any]:
-        """Return all tensors by name, in the order of their bytes; read by one pipelined transfer."""
+        """Return all tensors by name, in the order of their offsets. One pipelined transfer reads them."""
         source = self._open()
         return Load(source, source.header.tensors.values(), self._framework).result()
 
     def get_slice(self, name: str) -> PySafeSlice:
-        """Return a tensor to be indexed, of which only the bytes that an index needs are read."""
+        """Return a tensor for indexing. Indexing it reads only the bytes that the index needs."""
         source = self._open()
         return PySafeSlice(source, source.tensor(name), self._framework)
 
@@ -181,20 +182,20 @@ class safe_open:  # noqa: N801
         Parameters
         ----------
         plan : mapping of str to slice or None, optional
-            Which tensors, and what of them: None is all of one; a slice, or any other index, is what that gives. By
-            default all tensors.
+            The names of the tensors to load, each with None for the complete tensor, or with an index that selects a
+            part of it. By default all tensors are loaded completely.
         device : str, int or torch.device, optional
-            Where to; by default the handle's device.
+            The device of the tensors; by default that of the handle.
         threads : int
-            For safetensors' sake; the core's workers read.
+            Accepted for compatibility with safetensors, and otherwise unused: the core's worker threads read.
 
         Raises
         ------
         SafetensorError
-            The plan names a tensor that is not there, or none at all; or the framework has no such dtype.
+            The plan is empty or names an unknown tensor, or the framework lacks a dtype.
         """
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise ValueError(f"threads: {threads!r} is no number of threads")
+            raise ValueError(f"threads: {threads!r} is not a number of threads")
         framework = self._framework
         if device is not None:
             framework = framework_of("pt" if self._is_torch else "np", device)
@@ -205,19 +206,20 @@ class safe_open:  # noqa: N801
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Other threads, slices and loaders that are at it have a reference of their own. The last one to go closes the
-        # file: this is it, if what is read ahead has ended before.
+        # The file is closed with the last reference to the source. Slices, loaders and other threads may still hold a
+        # reference. If none of them does, `source` is the last one after the read-ahead has ended, and `del` closes the
+        # file.
         source, self._source = self._source, None
         try:
-            self._end_ahead(wait=True)
+            self._close_ahead(wait=True)
         finally:
             del source
 
     def __del__(self) -> None:
-        if hasattr(self, "_ahead"):  # else it could not be opened
-            self._end_ahead(wait=False)
+        if hasattr(self, "_ahead"):  # False if __init__() raised
+            self._close_ahead(wait=False)
 
-    def _end_ahead(self, *, wait: bool) -> None:
+    def _close_ahead(self, *, wait: bool) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.is_parents:
             ahead.close(wait=wait)
@@ -234,7 +236,7 @@ class safe_open:  # noqa: N801
 
 
 class PySafeSlice:
-    """A tensor of a file, not read yet; indexing it reads what the index needs. Indices are torch's."""
+    """A tensor of a file that is read when it is indexed, by torch's rules. Only the bytes for the index are read."""
 
     def __init__(self, source: SourceFile, tensor: Tensor, framework: Framework) -> None:
         self._source = source
@@ -242,24 +244,26 @@ class PySafeSlice:
         self._framework = framework
 
     def get_shape(self) -> list[int]:
-        """Return the tensor's shape, as the header has it."""
+        """Return the tensor's shape in the header."""
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Return the format's name of its dtype."""
+        """Return the format's name of the tensor's dtype."""
         return self._tensor.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what an index chooses; lists for several dimensions read all combinations of their positions.
+        """Return the part of the tensor that an index selects.
+
+        With lists for several dimensions, all combinations of their positions are read.
 
         Raises
         ------
         SliceError
-            It is out of range, or has too many dimensions: an IndexError and a SafetensorError.
+            The index is out of range or has too many dimensions. This is an IndexError and a SafetensorError.
         SafetensorError
-            The framework has no such dtype.
+            The framework lacks the dtype.
         StorageError
-            The bytes could not be read.
+            The file cannot be read.
         """
         return read_slice(self._source, self._tensor, index, self._framework)
 
@@ -269,66 +273,70 @@ class PySafeSlice:
 
 
 def read_slice(source: SourceFile, tensor: Tensor, index: Any, framework: Framework) -> Any:
-    """Return what an index chooses of a tensor; only the bytes that it needs are read."""
+    """Read the part of a tensor that an index selects, and no other bytes."""
     return begin_slice(source, tensor, index, framework).result()
 
 
-def begin_slice(source: SourceFile, tensor: Tensor, index: Any, framework: Framework) -> Coming:
-    """Begin to read what an index chooses of a tensor.
+def begin_slice(
+    source: SourceFile, tensor: Tensor, index: Any, framework: Framework
+) -> PendingLoad:
+    """Begin to read the part of a tensor that an index selects.
 
-    What has to be picked out of more bytes than it has is read when it is asked for.
+    If the selected elements must be picked out of larger ranges, these are read only when the result is requested.
     """
     shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
     selection = select(index, shape, source.path, tensor.name)
-    if selection is None:  # masks and tensors: the library itself
-        return Coming(None, lambda: load_tensor(source, tensor, framework)[index])
-    coming = _begin_chosen(source, tensor, shape, selection, framework)
+    if selection is None:  # masks and tensors: the framework indexes the complete tensor
+        return PendingLoad(None, lambda: load_tensor(source, tensor, framework)[index])
+    load = _begin_selected(source, tensor, shape, selection, framework)
 
     def finish() -> Any:
-        array = coming.finish()[selection.basic]
+        array = load.finish()[selection.basic]
         if selection.lists:
-            array = framework.chosen(array, selection.lists)
-        return framework.retyped(array, tensor.dtype)
+            array = framework.index_by_lists(array, selection.lists)
+        return framework.as_dtype(array, tensor.dtype)
 
-    return Coming(coming.future, finish)
+    return PendingLoad(load.future, finish)
 
 
-def _begin_chosen(
+def _begin_selected(
     source: SourceFile,
     tensor: Tensor,
     shape: tuple[int, ...],
     selection: Selection,
     framework: Framework,
-) -> Coming:
-    """Begin to have an array of just the chosen positions, as integers."""
-    positions, chosen_shape = selection.positions, selection.shape
+) -> PendingLoad:
+    """Begin to load an array that contains only the selected positions, as integers of the dtype's size."""
+    positions, selected_shape = selection.positions, selection.shape
     itemsize = itemsize_of(tensor.dtype)
-    if math.prod(chosen_shape) == 0:
-        return Coming(None, lambda: framework.plain(framework.empty(0), itemsize, chosen_shape))
+    if math.prod(selected_shape) == 0:
+        return PendingLoad(
+            None, lambda: framework.as_integers(framework.empty(0), itemsize, selected_shape)
+        )
     strides = strides_of(shape)
     first = sum(each[0] * stride for each, stride in zip(positions, strides, strict=True))
     last = sum(each[-1] * stride for each, stride in zip(positions, strides, strict=True))
     begin, end = tensor.begin + first * itemsize, tensor.begin + (last + 1) * itemsize
     if runs(positions, shape).dims == 0:
-        coming = begin_bytes(source, tensor, begin, end, framework)
-        return Coming(
-            coming.future, lambda: framework.plain(coming.finish(), itemsize, chosen_shape)
+        load = begin_bytes(source, tensor, begin, end, framework)
+        return PendingLoad(
+            load.future, lambda: framework.as_integers(load.finish(), itemsize, selected_shape)
         )
     if framework.on_host and source.is_mapped(begin, end):
-        data = aligned(framework.over(source.map(begin, end)), tensor)
-        elements = framework.plain(data, itemsize, (last - first + 1,))
-        return Coming(None, lambda: _picked(elements, positions, strides, 0, framework))
+        data = aligned(framework.wrap(source.map(begin, end)), tensor)
+        elements = framework.as_integers(data, itemsize, (last - first + 1,))
+        return PendingLoad(None, lambda: _pick(elements, positions, strides, 0, framework))
     plan = read_plan(positions, shape, itemsize, on_host=framework.on_host)
     if not plan.exact:
-        return Coming(
-            None, lambda: _picked_from_file(source, tensor, shape, selection, plan, framework)
+        return PendingLoad(
+            None, lambda: _pick_from_file(source, tensor, shape, selection, plan, framework)
         )
-    data = framework.empty(nbytes_of(chosen_shape, itemsize))
+    data = framework.empty(nbytes_of(selected_shape, itemsize))
     future = _begin_windows(source, tensor, list(plan.windows), data, framework)
-    return Coming(future, lambda: framework.plain(data, itemsize, chosen_shape))
+    return PendingLoad(future, lambda: framework.as_integers(data, itemsize, selected_shape))
 
 
-def _picked_from_file(
+def _pick_from_file(
     source: SourceFile,
     tensor: Tensor,
     shape: tuple[int, ...],
@@ -336,28 +344,31 @@ def _picked_from_file(
     plan: ReadPlan,
     framework: Framework,
 ) -> Any:
-    """Read windows, and pick what is wanted out of one batch of them while the next one is read."""
+    """Pick the selected elements out of one batch of windows while the next batch is read.
+
+    A window is a range of the tensor that is read as a whole, although only some of its bytes may be selected.
+    """
     positions, split = selection.positions, plan.split
     itemsize, strides = itemsize_of(tensor.dtype), strides_of(shape)
     data = framework.empty(nbytes_of(selection.shape, itemsize))
-    result = framework.plain(data, itemsize, selection.shape)
+    result = framework.as_integers(data, itemsize, selection.shape)
     rows = result.reshape(-1, *selection.shape[split:])
-    slabs = (_Slab(source, tensor, batch, framework) for batch in _batches(plan.windows))
-    with Pipeline(slabs, memory_nbytes=2 * WINDOW_NBYTES) as pipeline:
-        for slab in pipeline:
-            elements = framework.plain(slab.data, itemsize, (slab.nbytes // itemsize,))
+    reads = (_WindowsRead(source, tensor, batch, framework) for batch in _batches(plan.windows))
+    with Pipeline(reads, memory_nbytes=2 * WINDOW_NBYTES) as pipeline:
+        for read in pipeline:
+            elements = framework.as_integers(read.data, itemsize, (read.nbytes // itemsize,))
             at = 0
-            for window in slab.windows:
-                wanted = (positions[split][window.first : window.stop], *positions[split + 1 :])
-                rows[window.row, window.first : window.stop] = _picked(
-                    elements, wanted, strides[split:], at, framework
+            for window in read.windows:
+                selected = (positions[split][window.first : window.stop], *positions[split + 1 :])
+                rows[window.row, window.first : window.stop] = _pick(
+                    elements, selected, strides[split:], at, framework
                 )
                 at += window.nbytes // itemsize
     return result
 
 
-class _Slab(Read):
-    """Windows that are read together."""
+class _WindowsRead(Read):
+    """The read of a batch of windows."""
 
     def __init__(
         self, source: SourceFile, tensor: Tensor, windows: list[Window], framework: Framework
@@ -379,7 +390,7 @@ class _Slab(Read):
 def _begin_windows(
     source: SourceFile, tensor: Tensor, windows: list[Window], data: Any, framework: Framework
 ) -> Future:
-    """Begin to read windows, one behind the other, into ``data``."""
+    """Begin to read windows into ``data``, where they follow one another without gaps."""
     segments: Any
     sizes = {window.nbytes for window in windows}
     if framework.on_host and len(sizes) == 1:
@@ -403,16 +414,17 @@ def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-def _picked(
+def _pick(
     elements: Any,
     positions: tuple[Any, ...],
     strides: tuple[int, ...],
     first: int,
     framework: Framework,
 ) -> Any:
-    """Return positions as an array, given the elements from the first to the last of them; a view where possible.
+    """Return the array of the selected positions, as a view where possible.
 
-    Strides are in elements.
+    ``elements`` contains, from index ``first`` on, all elements between the first and the last selected one. Strides
+    are in elements.
     """
     shape: list[int] = []
     steps: list[int] = []
@@ -426,19 +438,20 @@ def _picked(
             shape.append(chosen[-1] - chosen[0] + 1)
             steps.append(stride)
             lists.append([each - chosen[0] for each in chosen])
-    array = framework.window(elements, tuple(shape), tuple(steps), first)
-    for dimension, wanted in enumerate(lists):
-        if isinstance(wanted, list):  # one after the other: together they would be pairs
-            array = framework.chosen(array, (slice(None),) * dimension + (wanted,))
+    array = framework.strided(elements, tuple(shape), tuple(steps), first)
+    for dimension, selected in enumerate(lists):
+        # One dimension at a time: lists in one index would be paired, but all combinations are selected.
+        if isinstance(selected, list):
+            array = framework.index_by_lists(array, (slice(None),) * dimension + (selected,))
     return array
 
 
 class PrefetchLoader:
-    """Tensors of a file that are on their way; made by :meth:`safe_open.prefetch`. Any number of threads may use it.
+    """A background load of a file's tensors, created by :meth:`safe_open.prefetch`. It is thread-safe.
 
-    Each tensor is handed out once, by :meth:`take` or by iterating. At most 64 MiB, or two tensors if these are larger,
-    are on their way at a time (the environment variable TENSORFERRY_READ_AHEAD); what has come stays here until it is
-    taken, or this is closed.
+    Each tensor is handed out once, by :meth:`take` or by iteration. At most 64 MiB, or two tensors if these are larger,
+    are being read at a time (the environment variable TENSORFERRY_READ_AHEAD changes the limit). Tensors that have been
+    read stay in memory until they are taken or the loader is closed.
     """
 
     def __init__(
@@ -451,85 +464,85 @@ class PrefetchLoader:
         wanted = []
         for name in plan:
             if not isinstance(name, str):
-                raise SafetensorError(f"a plan's keys are names of tensors, and {name!r} is none")
+                raise SafetensorError(f"the plan's key {name!r} is not a tensor's name")
             wanted.append(source.tensor(name))
         if not wanted:
             raise SafetensorError("the plan of a prefetch has no tensors", source.path)
         wanted.sort(key=lambda tensor: (tensor.begin, tensor.end))
         self._names = [tensor.name for tensor in wanted]
-        self._left = dict.fromkeys(self._names)  # an ordered set: what was not handed out
-        jobs = [_PrefetchRead(source, group, plan, framework) for group in _groups(wanted, plan)]
-        self._job_of = {name: job for job in jobs for name in job.names}
-        self._pipeline = Pipeline(jobs, by_itself=True)
+        self._remaining = set(self._names)  # the names that have not been handed out
+        reads = [_PrefetchRead(source, group, plan, framework) for group in _groups(wanted, plan)]
+        self._read_of = {name: read for read in reads for name in read.names}
+        self._pipeline = Pipeline(reads, automatic=True)
         self._pipeline.advance()
 
     def names(self) -> list[str]:
-        """Return the names that are, or were, handed out, in the order of their bytes."""
+        """Return the names of all tensors of the plan, in the order of their offsets."""
         return list(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     def take(self, name: str) -> Any:
-        """Return a tensor, when it is there.
+        """Wait for a tensor, and return it.
 
         Raises
         ------
         SafetensorError
-            It is not in the plan, was handed out before, or this is closed.
+            The tensor is not in the plan or was handed out before, or the loader is closed.
         StorageError
-            It could not be read.
+            The tensor cannot be read.
         """
         pipeline = self._pipeline
         pipeline._check_process()
         with pipeline.lock:
             self._check_open()
-            job = self._job_of.get(name)
-            if job is None:
+            read = self._read_of.get(name)
+            if read is None:
                 raise SafetensorError(f"{name!r} is not in the prefetch plan", self._source.path)
-            if name not in self._left:
+            if name not in self._remaining:
                 raise SafetensorError(
                     "tensor already delivered (prefetch hands each tensor out once, via take or iteration)",
                     self._source.path,
                     name=name,
                 )
-            del self._left[name]
+            self._remaining.remove(name)
         try:
             with pipeline.lock:
                 self._check_open()
-                if not job.begun:
-                    pipeline.begin(job)
-            job.wait()
+                if not read.begun:
+                    pipeline.begin(read)
+            read.wait()
             self._check_open()
-            return job.take(name)
+            return read.take(name)
         except BaseException:
             with pipeline.lock:
-                if job.has(name):
-                    self._left[name] = None  # Ctrl-C: to be taken again
-                self._check_open()  # what was cancelled by closing says so
+                if read.has(name):
+                    self._remaining.add(name)  # an interrupted caller can take it later
+                self._check_open()  # close() cancels transfers: report the closed loader, not the cancellation
             raise
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Return names and tensors that were not taken yet, in the order of their bytes."""
+        """Yield the name and the tensor for all tensors that have not been taken, in the order of their offsets."""
         for name in self._names:
             self._pipeline._check_process()
             with self._pipeline.lock:
                 self._check_open()
-                if name not in self._left:
+                if name not in self._remaining:
                     continue
             try:
                 tensor = self.take(name)
             except SafetensorError:
-                if name in self._left or self._pipeline.closed:
+                if name in self._remaining or self._pipeline.closed:
                     raise
-                continue  # another thread took it meanwhile
+                continue  # another thread took it after the check above
             yield name, tensor
 
     def close(self) -> None:
-        """Stop loading, and let go of what was not taken. What was taken stays."""
+        """Stop loading, and free the tensors that were not taken. Taken tensors stay usable."""
         self._pipeline.close(wait=False)
         if self._pipeline.closed:
-            self._job_of.clear()
+            self._read_of.clear()
 
     def __enter__(self) -> PrefetchLoader:
         return self
@@ -543,7 +556,7 @@ class PrefetchLoader:
 
 
 class _PrefetchRead(Read):
-    """A part of a prefetch: whole neighbours, or something of one tensor."""
+    """One read of a prefetch: several complete tensors next to each other, or a part of one tensor."""
 
     def __init__(
         self,
@@ -558,65 +571,69 @@ class _PrefetchRead(Read):
         self._tensors = tensors
         self._framework = framework
         self._index = plan[self.names[0]]
-        self._coming: Coming | None = None
-        self._refusal: BaseException | None = None
+        self._load: PendingLoad | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._arrays: dict[str, Any] | None = None
-        for tensor in tensors:  # what cannot be is said before anything is read
+        # Raise for an unknown dtype or an invalid index before any read begins.
+        for tensor in tensors:
             shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
             if self._index is not None:
                 select(self._index, shape, source.path, tensor.name)
 
     def begin(self) -> None:
-        """Begin to load; what goes wrong is told to who waits."""
+        """Begin to load. An error is stored, and :meth:`wait` raises it in the thread that takes the tensor."""
         try:
             if self._index is None:
-                load = Load(self._source, self._tensors, self._framework)
-                coming = Coming(load.future, load.result)
+                whole = Load(self._source, self._tensors, self._framework)
+                load = PendingLoad(whole.future, whole.result)
             else:
-                coming = begin_slice(self._source, self._tensors[0], self._index, self._framework)
-            self._coming = coming
-            self.futures = () if coming.future is None else (coming.future,)
+                load = begin_slice(self._source, self._tensors[0], self._index, self._framework)
+            self._load = load
+            self.futures = () if load.future is None else (load.future,)
         except Exception as error:
-            self._refusal = error
+            self._error = error
 
     def wait(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        super().wait()  # others may wait for it as well
+        if self._error is not None:
+            raise self._error
+        super().wait()  # several threads may wait for one read
 
     def take(self, name: str) -> Any:
-        """Return one of the tensors, when all have come."""
+        """Return one of the tensors. Call this after :meth:`wait`."""
         with self._lock:
             if self._arrays is None:
-                if self._coming is None:
-                    # Ctrl-C came in the middle: arrays that nobody got have given back their memory.
+                if self._load is None:
+                    # An interrupt (Ctrl-C) hit this method after it cleared `_load`, and the arrays were lost with
+                    # their memory. Read them again.
                     self.begin()
                     self.wait()
-                coming, self._coming = self._coming, None
-                assert coming is not None
-                self.futures = ()  # they keep the memory
-                arrays = coming.result()
+                load, self._load = self._load, None
+                assert load is not None
+                self.futures = ()  # the futures would keep the memory alive
+                arrays = load.result()
                 self._arrays = arrays if self._index is None else {name: arrays}
             return self._arrays.pop(name)
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor has not been taken, whatever keeps it from coming."""
+        """Return whether the tensor has not been taken, even if it cannot be read."""
         return self._arrays is None or name in self._arrays
 
 
 def _groups(tensors: list[Tensor], plan: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-    """Return neighbours of which all is wanted together, and others alone."""
+    """Group consecutive tensors that are wanted completely, up to a limited size. Yield all other tensors alone."""
     group: list[Tensor] = []
     for tensor in tensors:
-        whole = plan[tensor.name] is None
+        is_complete = plan[tensor.name] is None
         if group and not (
-            whole and tensor.begin == group[-1].end and tensor.end - group[0].begin <= _LOAD_NBYTES
+            is_complete
+            and tensor.begin == group[-1].end
+            and tensor.end - group[0].begin <= _LOAD_NBYTES
         ):
             yield group
             group = []
         group.append(tensor)
-        if not whole:
+        if not is_complete:
             yield group
             group = []
     if group:

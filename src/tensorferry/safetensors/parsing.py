@@ -1,7 +1,9 @@
-"""The JSON of a safetensors header, taken apart: which tensors it names, with types as the reference wants them.
+"""The parser of a safetensors header's JSON. It returns the tensors' entries, and checks the types of all values.
 
-The text is taken entry by entry, so that memory is that of the tensors found, and of one entry at a time. At worst, of
-100 MB of what no writer writes, that is about 2 GB.
+It accepts the same JSON as the reference, safetensors' own parser in Rust (serde_json); see :mod:`.header`.
+
+The text is parsed entry by entry, so memory holds the tensors found so far and one decoded entry. The worst input, 100
+MB of JSON that no writer produces, needs about 2 GB.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ from tensorferry.safetensors.dtypes import DTYPES, Dtype
 from tensorferry.safetensors.errors import SafetensorError, shortened
 
 LENGTH_NBYTES = 8
-"""What stands before the JSON."""
+"""The size of the length field before the JSON."""
 
 METADATA = "__metadata__"
-"""What stands in the place of a tensor's name for metadata."""
+"""The key of the metadata, among the tensors' names."""
 
 WORD = 1 << 64
-"""The reference counts in 64 bits."""
+"""The limit of the reference's 64-bit integers."""
 
 Found: TypeAlias = tuple[Dtype, tuple[int, ...], int, int]
 """A tensor's dtype, shape, and data_offsets."""
 
-_MAX_DEPTH = 127  # containers in containers, as serde_json has it
-# 100 MB have room for 6 million, in tensors as anybody writes them. The reference, where they take less memory, would
-# go on; here nothing else keeps a small file from taking gigabytes.
+_MAX_DEPTH = 127  # serde_json's recursion limit for nested containers
+# The reference has no such limit, because its containers take less memory. Here the limit prevents a small hostile file
+# from taking gigabytes. Headers of real writers have at most 6 million containers in the 100 MB that the format allows.
 _MAX_CONTAINERS = 8_000_000
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
 class Parser:
-    """The JSON of a header, and which types it has where."""
+    """A parser for the JSON of one header, which also checks the types of all values."""
 
     def __init__(self, text: str, path: str) -> None:
         self._text = text
@@ -52,13 +54,13 @@ class Parser:
         )
 
     def run(self) -> tuple[dict[str, str] | None, dict[str, Found]]:
-        """Return metadata, and tensors in the order of the text."""
+        """Return the metadata, and the tensors in the order of the text."""
         if self._text.count("[") + self._text.count("{") > _MAX_CONTAINERS:
             self._fail(f"it has more than {_MAX_CONTAINERS} lists and objects")
         self._check_surrogates()
-        if nested_dangerously(self._text):
+        if is_nested_dangerously(self._text):
             self._fail(f"it is nested more than {_MAX_DEPTH} deep")
-        self._expect("{", "it is no object")
+        self._expect("{", "it is not an object")
         more = self._peek() != "}"
         while more:
             match = _PLAIN.match(self._text, self._at)
@@ -75,21 +77,21 @@ class Parser:
             self._at += more
         self._expect("}", "a comma or the closing brace is missing")
         if self._peek():
-            self._fail("there is more behind the closing brace")
+            self._fail("there is text after the closing brace")
         return self._metadata, self._tensors
 
     def _entry(self) -> None:
-        """Take any entry, however it is written."""
+        """Parse one entry with the general JSON decoder."""
         if self._peek() != '"':
             self._fail("a name is missing")
         key = self._value(None)
         self._expect(":", "a colon is missing")
         if key != METADATA:
-            # Of several with one name the last one counts, but all must be tensors.
+            # As in the reference, the last of several entries with one name counts, and all of them must be valid.
             self._tensors[key] = self._tensor(key, self._value(key))
             return
         if self._seen_metadata:
-            self._fail(f"{METADATA} is there twice")
+            self._fail(f"{METADATA} occurs twice")
         self._seen_metadata = True
         self._metadata = self._text_only(self._value(None))
 
@@ -97,17 +99,17 @@ class Parser:
         if value is None:
             return None
         if not isinstance(value, _Object):
-            raise SafetensorError(f"its {METADATA} are no JSON object", self._path)
+            raise SafetensorError(f"its {METADATA} is not a JSON object", self._path)
         for key, item in value:
             if not isinstance(item, str):
                 raise SafetensorError(
-                    f"its {METADATA} have {shortened(item)} for {shortened(key)}, and may have strings only",
+                    f"its {METADATA} has {shortened(item)} for {shortened(key)}, which must be a string",
                     self._path,
                 )
         return dict(value)
 
     def _tensor(self, name: str, value: Any) -> Found:
-        # No writer's, but the reference takes it: the fields in their order.
+        # The reference also accepts a list of the fields in their order, which no writer produces.
         if isinstance(value, list):
             if len(value) != len(_FIELDS):
                 self._refuse(
@@ -118,14 +120,14 @@ class Parser:
             fields = {}
             for key, item in value:
                 if key not in _FIELDS:
-                    if _deeper(item, _MAX_DEPTH - 2):
+                    if _is_deeper(item, _MAX_DEPTH - 2):
                         self._refuse(name, f"JSON nested more than {_MAX_DEPTH} deep")
                 elif key in fields:
                     self._refuse(name, f"it has {key} twice")
                 else:
                     fields[key] = item
         else:
-            self._refuse(name, f"{shortened(value)} stands where dtype, shape and offsets should")
+            self._refuse(name, f"{shortened(value)} is not an object with {', '.join(_FIELDS)}")
         for key in _FIELDS:
             if key not in fields:
                 self._refuse(name, f"it has no {key}")
@@ -133,31 +135,34 @@ class Parser:
 
     def _dtype(self, name: str, value: Any) -> Dtype:
         if isinstance(value, _Object) and len(value) == 1 and value[0][1] is None:
-            value = value[0][0]  # no writer's either: {"F32": null}
+            # The reference also accepts {"F32": null}, which no writer produces.
+            value = value[0][0]
         dtype = DTYPES.get(value) if isinstance(value, str) else None
         if dtype is None:
-            self._refuse(name, f"{shortened(value)} is no dtype of the format")
+            self._refuse(name, f"{shortened(value)} is not a dtype of the format")
         return dtype
 
     def _numbers(self, name: str, fields: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
         shape, offsets = fields["shape"], fields["data_offsets"]
         if not _are_sizes(shape):
-            self._refuse(name, f"its shape is {shortened(shape)}, no list of sizes")
+            self._refuse(name, f"its shape is {shortened(shape)}, which is not a list of sizes")
         if not _are_sizes(offsets) or len(offsets) != 2:
-            self._refuse(name, f"its data_offsets are {shortened(offsets)}, not two offsets")
+            self._refuse(
+                name, f"its data_offsets are {shortened(offsets)}, which are not two offsets"
+            )
         return tuple(shape), offsets[0], offsets[1]
 
     def _check_surrogates(self) -> None:
-        """Refuse half a surrogate pair, of which Python makes a string that nothing can encode."""
+        """Refuse an escaped unpaired surrogate, which Python decodes to a string that cannot be encoded as UTF-8."""
         if "\\u" not in self._text:
             return
         for match in _ESCAPE.finditer(self._text):
             if match.lastgroup == "lone":
                 self._at = match.start()
-                self._fail("half a surrogate pair")
+                self._fail("unpaired surrogate")
 
     def _peek(self) -> str:
-        """Return the next character that is no white space; empty at the end."""
+        """Skip white space, and return the next character, or "" at the end."""
         match = _SPACE.match(self._text, self._at)
         self._at = match.end() if match else self._at
         return self._text[self._at : self._at + 1]
@@ -168,7 +173,7 @@ class Parser:
         self._at += 1
 
     def _value(self, name: str | None) -> Any:
-        """Return the value that stands here, of the tensor of this name, or the name itself."""
+        """Decode the next value. ``name`` is the tensor that errors refer to."""
         self._peek()
         try:
             value, self._at = self._decoder.raw_decode(self._text, self._at)
@@ -184,7 +189,7 @@ class Parser:
     def _fail(self, reason: str, name: str | None = None) -> NoReturn:
         at = LENGTH_NBYTES + len(self._text[: self._at].encode())
         raise SafetensorError(
-            f"its header is no valid JSON: {reason}, at byte {at}", self._path, name=name
+            f"its header is not valid JSON: {reason}, at byte {at}", self._path, name=name
         ) from None
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
@@ -192,11 +197,11 @@ class Parser:
 
 
 class _Object(tuple[tuple[str, Any], ...]):
-    """A JSON object: its pairs, of which several may have one key."""
+    """The pairs of a JSON object. Unlike a dict, it keeps duplicate keys, which the caller must see."""
 
 
 def _are_sizes(value: Any) -> bool:
-    """Return whether a value is a list of numbers as the reference counts; True and 1.0 are none."""
+    """Return whether a value is a list of unsigned integers. True and 1.0 are not, as in the reference."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
@@ -205,11 +210,12 @@ def _integer(text: str) -> int | float:
         value = int(text)
         if value < WORD:
             return value
-    return _float(text)  # as serde_json has it; and int() may refuse so many digits
+    # serde_json parses larger integers, and -0, as floats. Python's int() raises for more than 4300 digits.
+    return _float(text)
 
 
 def _float(text: str) -> float:
-    # The reference's arithmetic may differ by a rounding: it refuses some that are just finite. No field is a float.
+    # The reference rounds differently, and refuses some numbers near the largest float. No tensor's field is a float.
     value = float(text)
     if math.isinf(value):
         raise _NumberError(f"{shortened(text)} is out of range")
@@ -217,15 +223,15 @@ def _float(text: str) -> float:
 
 
 def _constant(text: str) -> NoReturn:
-    raise _NumberError(f"{text} is no JSON")
+    raise _NumberError(f"{text} is not JSON")
 
 
 class _NumberError(Exception):
-    """A number that the reference does not read; a class of its own, which json passes through."""
+    """A number that the reference refuses. As it is not a JSONDecodeError, the json module passes it on unchanged."""
 
 
-def _deeper(value: Any, depth: int) -> bool:
-    """Return whether there are containers in containers in more levels than so many."""
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether containers are nested more than ``depth`` levels deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [each for each in level if isinstance(each, (list, _Object))]
@@ -237,8 +243,12 @@ def _deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def nested_dangerously(text: str) -> bool:
-    """Return whether Python's parser of JSON may be led through the end of the stack, where its limit was raised."""
+def is_nested_dangerously(text: str) -> bool:
+    """Return whether the text may overflow the C stack in Python's JSON parser.
+
+    An overflow is possible only where the program has raised Python's recursion limit. Otherwise the parser raises
+    RecursionError before it overflows the stack.
+    """
     if sys.getrecursionlimit() <= _SAFE_RECURSION_LIMIT:
         return False
     outside = text.replace("\\\\", "").replace('\\"', "").split('"')[::2]
@@ -250,7 +260,8 @@ def nested_dangerously(text: str) -> bool:
     return False
 
 
-# An entry as all writers have it; several times as fast as the general way, to which all others are left.
+# The fast path: an entry with the fields and the white space that all writers use. Any other entry takes the general
+# decoder, which is several times slower.
 _SIZE = r"(?:0|[1-9][0-9]{0,18})"
 _PLAIN = re.compile(
     rf"""
@@ -268,5 +279,5 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F])|.)",
     re.DOTALL,
 )
-# Up to here Python's own limit ends the recursion of its parser in time, above the stack may end first.
+# Up to this recursion limit, Python raises RecursionError before its JSON parser exhausts the C stack.
 _SAFE_RECURSION_LIMIT = 5000

@@ -1,16 +1,19 @@
-"""Tensors of many files, one after the other, in a given number of bytes: whole ones, or the slices that a plan wants.
+"""Streaming of tensors from many files within a memory budget: complete tensors, or the slices that a plan selects.
 
-The words of this room:
+Terms in this module:
 
 row
-    Bytes of a slice that lie together in the file. A slice of the first dimension is one row; one of columns has many.
+    A contiguous range of bytes of a slice in the file. A slice of the first dimension is one row. A slice of columns
+    consists of many rows.
 part
-    A tensor to be given, and its memory: its own, so that whoever keeps it keeps nothing else alive.
+    A tensor that the caller receives: a complete tensor of a file, or a slice of it. Each part has separate memory, so
+    a caller that keeps one part does not keep the memory of other parts alive.
 group
-    Parts that are read together: a large one alone, small neighbours by one transfer.
+    Parts that are read together. A large part forms a group alone. Small neighbouring parts share a group, and within
+    it a transfer.
 
-Groups are begun in the order of the files as far as the budget allows, and moved by the core: nothing runs here but the
-thread that asks for the next tensor.
+Groups begin in the order of the files, as far as the budget allows. The core's worker threads transfer the data. Python
+code runs only in the thread that requests the next tensor.
 """
 
 from __future__ import annotations
@@ -45,14 +48,14 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import File
 
 _PAGE_NBYTES = 4096
-# Parts from here on are read straight into their memory, which has the whole pages that they lie in.
+# Parts from this size on are extended to whole pages and read with direct I/O into their memory, without a bounce copy.
 _LARGE_NBYTES = 1 << 20
-# Of small parts in a group, and of a transfer with gaps.
+# The limits for the small parts in a group, and for a transfer with gaps.
 _GROUP_NBYTES = 8 << 20
 _GROUP_PARTS = 1024
-# Unwanted bytes in a row that are read rather than begin another transfer.
+# Gaps up to this size are read and discarded, which is cheaper than another transfer.
 _GAP_NBYTES = 64 << 10
-# Rows from here on are read one by one: their first and last pages are less than a tenth more.
+# Rows from this size on are read separately: reading whole pages at both ends adds less than a tenth.
 _LONG_ROW_NBYTES = 10 * 2 * _PAGE_NBYTES
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
@@ -69,56 +72,59 @@ def load_files(
     broadcast: Broadcast = False,
     process_group: ProcessGroup | None = None,
 ) -> Tensors:
-    """Return an iterator over tensors of safetensors files, in the order in which they lie there.
+    """Return an iterator over tensors of safetensors files, in the order in which the files store them.
 
-    Each is given as soon as it is there, and the next ones are read meanwhile, as many as the budget has room for. Only
-    what a plan wants is read.
+    The iterator returns each tensor as soon as it has been read, and reads the next ones in the background as far as
+    the memory budget allows. Only the data that the plan selects are read.
 
     Parameters
     ----------
     files : path or sequence of paths
-        Files, a sharded model's index, or a directory with either. Also in a bucket: see :func:`tensorferry.open`.
+        Files, the index of a sharded model, or a directory with either. They may be in a bucket; see
+        :func:`tensorferry.open`.
     plan : mapping of str to index, optional
-        The tensors wanted, and of each what of it: None for all, or a slice, an integer, an Ellipsis, None, or a tuple
-        of these, by torch's rules. Without a plan all tensors are given whole.
+        The tensors to load, by name. The value is None for the complete tensor, or an index by torch's rules: a slice,
+        an integer, an Ellipsis, None, or a tuple of these. Without a plan, all tensors are loaded completely.
     device : torch.device, str or int
-        Where they go.
+        The device of the tensors.
     memory_budget : int or str
-        Bytes of memory for tensors that have not been given yet: ``8 << 30``, or ``"8GiB"``. Those that have been are
-        the caller's.
+        The memory for tensors that the iterator has not returned yet, in bytes: ``8 << 30`` or ``"8GiB"``. Tensors that
+        it has returned belong to the caller and do not count.
     framework : "pt" or "np"
-        Tensors of torch, or arrays of NumPy.
+        "pt" returns torch's tensors, "np" NumPy's arrays.
     verify : bool
-        Compare what is read with the checksums kept beside the files, before a tensor is given. Whole chunks are read
-        for that, 256 KiB by default.
+        Whether to compare the data with the checksums stored next to the files, before a tensor is returned. This reads
+        whole chunks, of 256 KiB by default.
     broadcast : False, True or "auto"
-        Whether ranks that load the same read it together: each rank of a node reads a part, and the process group hands
-        it on. "auto": where tensors go to GPUs and the group moves their memory (NCCL), or the files are on no local
-        drive. All ranks of the group call this, want the same tensors, and take as many of them.
+        Whether ranks that load the same tensors share the reads: each rank of a node reads a part, and the process
+        group passes it on to the others. "auto" shares if the tensors are on GPUs and the group supports their memory
+        (NCCL), or if the files are not on a local drive. All ranks of the group must call this function, request the
+        same tensors, and take the same number of them.
     process_group : ProcessGroup, optional
-        Of torch.distributed; by default that of all ranks.
+        The process group of torch.distributed; by default that of all ranks.
 
     Returns
     -------
     Tensors
-        An iterator over pairs of name and tensor, contiguous and with memory of its own; a context manager.
+        An iterator over pairs of name and tensor, which is also a context manager. Each tensor is contiguous and has
+        separate memory.
 
     Raises
     ------
     SafetensorError
-        A header is wrong; a name of the plan is in no file; an index does not fit a tensor, or a dtype the framework.
+        A header is invalid, no file has a tensor of the plan, an index does not fit a tensor, or the framework lacks a
+        dtype.
     ValueError, TypeError
-        An argument is not usable, or a tensor is larger than the budget: the message says what it needs. Or ranks that
-        are to share differ in what they want.
+        An argument is invalid, or a tensor needs more memory than the budget (the message says how much), or the ranks
+        that share the reads request different tensors.
     StorageError
         A file cannot be read.
-    ChecksumError
-        By the iterator: what was read is not what its checksums are of. Also SafetensorError by it: a file was replaced
-        or changed meanwhile.
     FileNotFoundError
-        There are no checksums to verify by.
+        ``verify`` is true, and a file has no checksums.
 
-    With ``broadcast``, what fails on one rank is raised on all; RuntimeError where another rank takes fewer tensors.
+    The iterator raises StorageError if a file cannot be read, ChecksumError if the data do not match their checksums,
+    and SafetensorError if a file was replaced or changed after this call. With ``broadcast``, an error on one rank is
+    raised on all ranks, and a rank raises RuntimeError if another rank takes fewer tensors.
 
     Examples
     --------
@@ -126,44 +132,44 @@ def load_files(
     ...     model.get_parameter(name).data.copy_(tensor)
     """
 
-    def prepare() -> Loading:
-        return _prepared(files, plan, device, memory_budget, framework, verify=verify)
+    def prepare() -> LoadPlan:
+        return _prepare(files, plan, device, memory_budget, framework, verify=verify)
 
     sharers: Sharers | None = None
     if broadcast is False:
         loading = prepare()
     else:
-        from tensorferry.safetensors.ranks import meet
+        from tensorferry.safetensors.ranks import agree_on_load
 
-        loading, sharers = meet(prepare, broadcast, process_group)
+        loading, sharers = agree_on_load(prepare, broadcast, process_group)
     return Tensors(loading, sharers)
 
 
-class Loading(NamedTuple):
-    """What is to be loaded, checked.
+class LoadPlan(NamedTuple):
+    """The validated arguments of a load.
 
     Attributes
     ----------
-    parts : list of Wanted
-        The tensors, in their order.
+    parts : list of PlannedTensor
+        The tensors, in the order of the files.
     options : dict of str to Any
-        The arguments in which ranks that load together may not differ.
+        The arguments that must be equal on all ranks that share the reads.
     where : torch.device or str
-        Where tensors go.
+        The device of the tensors.
     budget_nbytes : int
-        Of memory.
+        The memory budget.
     files : _OpenFiles
-        Those that are read.
+        The files to read.
     """
 
-    parts: list[Wanted]
+    parts: list[PlannedTensor]
     options: dict[str, Any]
     where: Any
     budget_nbytes: int
     files: _OpenFiles
 
 
-def _prepared(
+def _prepare(
     files: Source,
     plan: Mapping[str, Any] | None,
     device: Any,
@@ -171,20 +177,20 @@ def _prepared(
     framework: str,
     *,
     verify: bool,
-) -> Loading:
-    """Check arguments and headers."""
+) -> LoadPlan:
+    """Validate the arguments, and read and validate the headers."""
     if framework not in _TORCH + _NUMPY:
         raise SafetensorError(f"framework: {framework!r} is neither 'pt' nor 'np'")
     if plan is not None and not isinstance(plan, Mapping):
-        raise TypeError(f"plan: {shortened(plan)} is no mapping of names to indices")
+        raise TypeError(f"plan: {shortened(plan)} is not a mapping of names to indices")
     budget_nbytes = checked_nbytes(memory_budget, "memory_budget")
     where = _device(device, framework)
     stored = stored_tensors(files)
     for name in plan or ():
         if name not in stored:
-            raise SafetensorError("no file has it", name=name)
+            raise SafetensorError("no file has a tensor of this name", name=name)
     parts = [
-        _part(one, None if plan is None else plan[name], where, framework)
+        _plan_tensor(one, None if plan is None else plan[name], where, framework)
         for name, one in stored.items()
         if plan is None or name in plan
     ]
@@ -202,7 +208,7 @@ def _prepared(
         "memory_budget": budget_nbytes,
         "verify": bool(verify),
     }
-    return Loading(parts, options, where, budget_nbytes, _OpenFiles(kept))
+    return LoadPlan(parts, options, where, budget_nbytes, _OpenFiles(kept))
 
 
 def tensor_parallel_plan(
@@ -211,34 +217,35 @@ def tensor_parallel_plan(
     rank: int | None = None,
     world: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan of one rank of a tensor-parallel model, for :func:`load_files`.
+    """Return the plan for one rank of a tensor-parallel model, for :func:`load_files`.
 
     Parameters
     ----------
     files : path or sequence of paths
         As for :func:`load_files`.
     rules : mapping of str to int or None
-        For names, or patterns of names (``"*.o_proj.weight"``), the dimension that ranks divide among them; None for
-        tensors that all ranks have whole, as those have that no rule is for. The first pattern that fits counts.
+        The keys are names or patterns of names (``"*.o_proj.weight"``). The value is the dimension that is divided
+        among the ranks, or None for tensors that every rank loads completely. The first matching pattern applies. A
+        tensor without a matching pattern is loaded completely.
     rank, world : int, optional
-        This rank and how many there are; by default those of ``torch.distributed``.
+        This rank and the number of ranks; by default those of ``torch.distributed``.
 
     Raises
     ------
     SafetensorError
         A tensor lacks the dimension, or cannot be divided evenly.
     ValueError
-        The rank is none of these.
+        The rank is out of range, or ``torch.distributed`` is not initialized.
     """
     if rank is None or world is None:
         import torch.distributed
 
         if not torch.distributed.is_initialized():
-            raise ValueError("rank, world: torch.distributed is not initialised")
+            raise ValueError("rank, world: torch.distributed is not initialized")
         rank = torch.distributed.get_rank() if rank is None else rank
         world = torch.distributed.get_world_size() if world is None else world
     if not 0 <= rank < world:
-        raise ValueError(f"rank: {rank} is none of {world}")
+        raise ValueError(f"rank: {rank} is not one of the {world} ranks")
     plan: dict[str, Any] = {}
     for name, one in stored_tensors(files).items():
         shape = one.tensor.shape
@@ -250,22 +257,22 @@ def tensor_parallel_plan(
             raise SafetensorError(
                 f"its shape {list(shape)} has no dimension {dim}", one.path, name=name
             )
-        length, left = divmod(shape[dim], world)
-        if left:
+        length, remainder = divmod(shape[dim], world)
+        if remainder:
             raise SafetensorError(
                 f"dimension {dim} of {list(shape)} cannot be divided among {world} ranks",
                 one.path,
                 name=name,
             )
-        mine = slice(rank * length, (rank + 1) * length)
-        plan[name] = (*[slice(None)] * (dim % len(shape)), mine)
+        own = slice(rank * length, (rank + 1) * length)
+        plan[name] = (*[slice(None)] * (dim % len(shape)), own)
     return plan
 
 
 class Tensors(Iterator[tuple[str, Any]]):
-    """The tensors of :func:`load_files`. Close it, or use it in a ``with`` block, where it is not read to its end."""
+    """The iterator that :func:`load_files` returns. Close it, or use it in a ``with`` block, if it may end early."""
 
-    def __init__(self, loading: Loading, sharers: Sharers | None = None) -> None:
+    def __init__(self, loading: LoadPlan, sharers: Sharers | None = None) -> None:
         parts, _, _, budget_nbytes, files = loading
         groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), files, sharers)
         far = bool(parts) and is_url(parts[0].stored.path)
@@ -279,7 +286,7 @@ class Tensors(Iterator[tuple[str, Any]]):
 
     @property
     def nbytes_read(self) -> int:
-        """How much this rank has asked of the files so far."""
+        """The bytes that this rank has requested from the files so far."""
         return self._pipeline.nbytes_read
 
     def __iter__(self) -> Tensors:
@@ -291,49 +298,51 @@ class Tensors(Iterator[tuple[str, Any]]):
         with pipeline.lock:
             if pipeline.closed:
                 raise StopIteration
-            # Ctrl-C may come between any two of these: what is done twice then has the same result.
+            # Ctrl-C may interrupt between any two statements. Each is idempotent, so the next call can repeat it.
             try:
                 while self._ready is None:
                     step = self._sharers and self._sharers.step
-                    oldest = step(self._oldest) if step else self._oldest()
+                    oldest = step(self._wait_for_oldest) if step else self._wait_for_oldest()
                     if oldest is None:
                         self.close()
                         raise StopIteration
-                    if oldest.given < len(oldest.parts):  # no signal handler has taken the last
-                        self._ready = oldest.taken()
+                    # A signal handler may have called next() and received the last tensor of this group.
+                    if oldest.given_count < len(oldest.parts):
+                        self._ready = oldest.next_tensor()
             except Exception:
                 self.close()
                 raise
             group, index, name, tensor = self._ready
             group.parts[index].memory = None
-            group.given = index + 1
-            with contextlib.suppress(Exception):  # the next call meets it again
-                self._go_on()
+            group.given_count = index + 1
+            # This tensor is complete, so an error here must not hide it. The next call raises it again.
+            with contextlib.suppress(Exception):
+                self._advance()
             self._ready = None
             return name, tensor
 
-    def _oldest(self) -> Group | None:
-        """Return the oldest group, when this process has read it; None if there are no more."""
-        self._go_on()
+    def _wait_for_oldest(self) -> Group | None:
+        """Wait until this process has read the oldest group, and return it. Return None if no group is left."""
+        self._advance()
         oldest = self._pipeline.first()
         if oldest is not None:
             oldest.wait()
         return oldest
 
-    def _go_on(self) -> None:
-        """Release what has been given, and begin what there is room for."""
+    def _advance(self) -> None:
+        """Release the groups with parts that the caller has all received, and begin those that fit into the budget."""
         pipeline = self._pipeline
         before = pipeline.oldest
-        while (group := pipeline.oldest) is not None and group.given == len(group.parts):
+        while (group := pipeline.oldest) is not None and group.given_count == len(group.parts):
             pipeline.release(group)
         pipeline.advance()
         if pipeline.oldest is not before:
             self._files.close_all_but(group.path for group in pipeline.held)
 
     def close(self) -> None:
-        """End what is on its way, wait for it, and close the files.
+        """Cancel the reads in progress, wait for them, and close the files.
 
-        Ranks that read together and are not at the same place get an error for their next tensor.
+        If ranks share the reads, and the others have not finished, they get an error for their next tensor.
         """
         if self._sharers is not None:
             self._sharers.leave()
@@ -348,7 +357,10 @@ class Tensors(Iterator[tuple[str, Any]]):
 
 
 class _OpenFiles:
-    """Files that groups read, open as long as one of them does, and their checksums."""
+    """The files that groups are reading, each open while a group needs it, and the files' stored checksums.
+
+    A file that is read through the page cache (``cached``) is opened separately from one for direct I/O.
+    """
 
     def __init__(self, sums: Mapping[str, FileChecksums]) -> None:
         self.sums = sums
@@ -363,65 +375,68 @@ class _OpenFiles:
 
     def close_all_but(self, paths: Iterable[str]) -> None:
         if len(self.opened) > 1:
-            wanted = set(paths)
-            for key in [key for key in self.opened if key[0] not in wanted]:
+            kept = set(paths)
+            for key in [key for key in self.opened if key[0] not in kept]:
                 self.opened.pop(key).close()
 
 
 @dataclass(eq=False)
-class Wanted:
-    """A tensor to be given.
+class PlannedTensor:
+    """A part: a tensor to load, or a slice of it.
 
-    Its rows are ``count`` ones of ``row_nbytes``, which begin at ``offsets()`` of the file.
+    It consists of ``count`` rows of ``row_nbytes`` each, at ``offsets()`` in the file. ``nbytes`` is the size of its
+    rows, ``cost_nbytes`` the memory that loading it takes, and ``read_nbytes`` what is read from the file, with the
+    gaps between rows that are read and discarded.
     """
 
     stored: Stored
     where: Any
     framework: str
     dtype: Any
-    shape: tuple[int, ...]  # of what is chosen
-    begin: int  # of the first row
+    shape: tuple[int, ...]  # the shape of the selected positions
+    begin: int  # the offset of the first row in the file
     row_nbytes: int
-    outer: list[list[int]]  # of each outer dimension of rows, where these begin
-    basic: tuple[Any, ...] = (...,)  # what is left to do with what is chosen
-    picks: Any = None  # elements that are wanted of each row, where these are not all
+    outer_offsets: list[list[int]]  # for each outer dimension, the relative offsets of its rows
+    basic: tuple[Any, ...] = (...,)  # an index to apply to the positions; see slicing.Selection
+    row_slice: Any = None  # the elements to keep of each row; None for all
     memory: Any = None
 
     def __post_init__(self) -> None:
-        self.count = math.prod(map(len, self.outer))
+        self.count = math.prod(map(len, self.outer_offsets))
         self.nbytes = self.count * self.row_nbytes
-        self.straight = (
+        self.is_page_aligned = (
             self.count == 1
             and self.nbytes >= _LARGE_NBYTES
             and str(self.where) == "cpu"
             and self.begin % self.dtype.itemsize == 0
         )
         self.read_begin, self.read_end = self.begin, self.begin + self.nbytes
-        if self.straight:
+        if self.is_page_aligned:
             self.read_begin = self.begin // _PAGE_NBYTES * _PAGE_NBYTES
             self.read_end = -(-self.read_end // _PAGE_NBYTES) * _PAGE_NBYTES
             self.read_end = min(self.read_end, self.stored.file_nbytes)
         self.cost_nbytes = self.read_nbytes = self.nbytes
-        if self.straight:
+        if self.is_page_aligned:
             self.cost_nbytes = self.read_nbytes = self.read_end - self.read_begin
-        if self.picks is not None:
+        if self.row_slice is not None:
             self.cost_nbytes += math.prod(self.shape) * int(self.dtype.itemsize)  # the copy
         long = self.count > 1 and self.row_nbytes >= _LONG_ROW_NBYTES
         self.gap_nbytes = _PAGE_NBYTES if long else _GAP_NBYTES
         if self.count > 1:
-            inner = self.outer[-1]
+            inner = self.outer_offsets[-1]
             span = inner[-1] - inner[0] + self.row_nbytes
-            if span <= len(inner) * (self.row_nbytes + self.gap_nbytes):  # about: read with gaps
+            # On average the gaps are small enough to be read, so whole spans of rows are read.
+            if span <= len(inner) * (self.row_nbytes + self.gap_nbytes):
                 self.read_nbytes = self.count // len(inner) * span
 
     def offsets(self) -> Iterator[int]:
-        """Yield where rows begin in the file."""
-        for places in itertools.product(*self.outer):
-            yield self.begin + sum(places)
+        """Yield the offsets of the rows in the file."""
+        for offsets in itertools.product(*self.outer_offsets):
+            yield self.begin + sum(offsets)
 
     def allocate(self) -> list[Any]:
-        """Have memory; return that of the rows."""
-        if self.straight:
+        """Allocate the memory, and return it split into the rows."""
+        if self.is_page_aligned:
             self.memory, _ = _core.allocate(self.read_end - self.read_begin, False)
             return [memoryview(self.memory)]
         if self.framework in _NUMPY:
@@ -434,40 +449,42 @@ class Wanted:
         self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.where)
         return [self.memory] if self.count == 1 else list(self.memory.view(self.count, -1).unbind())
 
-    def finished(self) -> Any:
-        """Return the tensor."""
+    def to_tensor(self) -> Any:
+        """Return the memory as the tensor that the caller receives."""
         at = self.begin - self.read_begin
         if self.framework in _NUMPY:
             import numpy as np
 
             raw = np.empty(0, np.uint8) if self.memory is None else self.memory
-            if self.straight:
+            if self.is_page_aligned:
                 raw = np.frombuffer(raw, np.uint8, self.nbytes, at)
-            if self.picks is None:
+            if self.row_slice is None:
                 return raw.view(self.dtype).reshape(self.shape)[self.basic]
-            rows = raw.view(self.dtype).reshape(self.count, -1)[:, self.picks]
+            rows = raw.view(self.dtype).reshape(self.count, -1)[:, self.row_slice]
             return np.ascontiguousarray(rows).reshape(self.shape)[self.basic]
         import torch
 
         raw = self.memory
         if raw is None:
             raw = torch.empty(0, dtype=torch.uint8, device=self.where)
-        if self.straight:
+        if self.is_page_aligned:
             raw = torch.frombuffer(raw, dtype=torch.uint8, count=self.nbytes, offset=at)
-        if self.picks is None:
+        if self.row_slice is None:
             return raw.view(self.dtype).view(self.shape)[self.basic]
-        rows = raw.view(self.dtype).view(self.count, -1)[:, self.picks]
+        rows = raw.view(self.dtype).view(self.count, -1)[:, self.row_slice]
         return rows.contiguous().view(self.shape)[self.basic]
 
 
 class Group(Read):
     """Parts that are read together."""
 
-    def __init__(self, parts: list[Wanted], files: _OpenFiles, sharers: Sharers | None) -> None:
+    def __init__(
+        self, parts: list[PlannedTensor], files: _OpenFiles, sharers: Sharers | None
+    ) -> None:
         self.parts = parts
-        self.given = 0  # how many of them
-        self.shares: list[Share] = []  # of the ranks that read it together
-        self.is_handed_on = False
+        self.given_count = 0  # how many parts have been returned
+        self.shares: list[Share] = []  # what each rank reads, if ranks share the reads
+        self.is_handed_on = False  # whether the ranks have exchanged their shares
         self._files = files
         self._sharers = sharers
         first = parts[0]
@@ -475,26 +492,27 @@ class Group(Read):
         costs = (part.cost_nbytes for part in parts)
         self._before_nbytes = list(itertools.accumulate(costs, initial=0))
         self.nbytes = sum(part.read_nbytes for part in parts)
-        # Short rows cannot be read without what is between them, which other ranks of a node want: they share it.
+        # Reading short rows also reads the bytes between them, which other ranks of the node need. Through the page
+        # cache the drive reads them once for all ranks.
         self._cached = first.count > 1 and self.nbytes > 1.1 * first.nbytes
 
     @property
     def memory_nbytes(self) -> int:
-        """The memory of all its tensors."""
+        """The memory of all parts, in bytes."""
         return self._before_nbytes[-1]
 
     @property
-    def given_nbytes(self) -> int:
-        """That of those that have been given."""
-        return self._before_nbytes[self.given]
+    def released_nbytes(self) -> int:
+        """The memory of the parts that have been returned, in bytes."""
+        return self._before_nbytes[self.given_count]
 
-    def taken(self) -> tuple[Group, int, str, Any]:
-        """Return the next tensor, all having come: the group, its number in it, its name, and itself."""
-        part = self.parts[self.given]
-        return self, self.given, part.stored.tensor.name, part.finished()
+    def next_tensor(self) -> tuple[Group, int, str, Any]:
+        """Return the next tensor, after the read: this group, the tensor's index in it, its name, and the tensor."""
+        part = self.parts[self.given_count]
+        return self, self.given_count, part.stored.tensor.name, part.to_tensor()
 
     def begin(self) -> None:
-        """Begin to read, and to verify where there are checksums."""
+        """Begin to read. With ``verify=True``, the transfers also verify the checksums."""
         file = self._files.file(self.parts[0].stored, cached=self._cached)
         kept = self._files.sums.get(self.path)
         pieces: list[tuple[int, Any]] = []
@@ -502,37 +520,40 @@ class Group(Read):
             if not part.nbytes:
                 continue
             rows = part.allocate()
-            begins = [part.read_begin] if part.straight else part.offsets()
+            begins = [part.read_begin] if part.is_page_aligned else part.offsets()
             pieces += zip(begins, rows, strict=True)
         if self._sharers is not None:
-            # What is verified is read by the chunk.
+            # Verifying needs whole chunks, so ranks should divide the group at the boundaries of chunks.
             alignment = _PAGE_NBYTES if kept is None else kept.chunk_nbytes
-            self.shares = self._sharers.shares(pieces, alignment)
-            pieces = self._sharers.own(self.shares, pieces)
+            self.shares = self._sharers.divide(pieces, alignment)
+            pieces = self._sharers.pieces_to_read(self.shares, pieces)
             self.nbytes = sum(end - begin for begin, end in self._ranges(pieces))
         futures = []
         at = 0
         for begin, end in self._ranges(pieces):
             segments: list[Any] = []
-            place = begin
+            reached = begin
             while at < len(pieces) and pieces[at][0] < end:
                 offset, memory = pieces[at]
-                if offset > place:
-                    segments.append(offset - place)
+                if offset > reached:
+                    segments.append(offset - reached)
                 segments.append(memory)
-                place = offset + len(memory)
+                reached = offset + len(memory)
                 at += 1
             if kept is None:
                 futures.append(file.read_into(segments, begin))
                 continue
             first, last, expected = kept.covering(begin, end)
-            segments = [*_gap(begin - first), *segments, *_gap(last - place)]
+            segments = [*_gap(begin - first), *segments, *_gap(last - reached)]
             sums = Checksums(kept.chunk_nbytes, expected=expected)
             futures.append(file.read_into(segments, first, checksums=sums))
         self.futures = futures
 
     def _ranges(self, pieces: list[tuple[int, Any]]) -> Iterator[tuple[int, int]]:
-        """Yield what transfers read."""
+        """Yield the ranges of the transfers. Pieces with small gaps between them share a transfer.
+
+        A piece is the memory of a row, or of a slice of it, with its offset in the file.
+        """
         gap_nbytes = self.parts[0].gap_nbytes
         begin = end = -1
         for offset, memory in pieces:
@@ -552,63 +573,78 @@ def _gap(nbytes: int) -> list[int]:
 
 
 def _groups(
-    parts: list[Wanted], limit_nbytes: int, files: _OpenFiles, sharers: Sharers | None
+    parts: list[PlannedTensor], limit_nbytes: int, files: _OpenFiles, sharers: Sharers | None
 ) -> list[Group]:
-    """Return parts in groups: small neighbours, none of which keeps another one's memory alive, together."""
+    """Divide parts into groups: consecutive small parts of a file together, and every other part alone."""
     groups: list[Group] = []
-    together: list[Wanted] = []
+    pending: list[PlannedTensor] = []
     nbytes = 0
     for part in parts:
-        small = part.count == 1 and part.nbytes < _LARGE_NBYTES and part.picks is None
-        if together and (
-            not small
-            or part.stored.path != together[0].stored.path
+        is_small = part.count == 1 and part.nbytes < _LARGE_NBYTES and part.row_slice is None
+        if pending and (
+            not is_small
+            or part.stored.path != pending[0].stored.path
             or nbytes + part.cost_nbytes > limit_nbytes
-            or len(together) == _GROUP_PARTS
+            or len(pending) == _GROUP_PARTS
         ):
-            groups.append(Group(together, files, sharers))
-            together, nbytes = [], 0
-        if small:
-            together.append(part)
+            groups.append(Group(pending, files, sharers))
+            pending, nbytes = [], 0
+        if is_small:
+            pending.append(part)
             nbytes += part.cost_nbytes
         else:
             groups.append(Group([part], files, sharers))
-    if together:
-        groups.append(Group(together, files, sharers))
+    if pending:
+        groups.append(Group(pending, files, sharers))
     return groups
 
 
-def _part(stored: Stored, index: Any, where: Any, framework: str) -> Wanted:
-    """Return what an index, or None for all, wants of a tensor."""
+def _plan_tensor(stored: Stored, index: Any, where: Any, framework: str) -> PlannedTensor:
+    """Return the part of a tensor that an index selects; None selects all of it."""
     tensor = stored.tensor
     shape = tuple(tensor.shape)
     dtype = numpy_dtype(tensor.dtype) if framework in _NUMPY else torch_dtype(tensor.dtype)
     shape = torch_shape(tensor.dtype, shape, stored.path, tensor.name)
     if index is None:
-        return Wanted(stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, [])
+        return PlannedTensor(
+            stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, []
+        )
     try:
-        chosen = select(index, shape, stored.path, tensor.name)
+        selection = select(index, shape, stored.path, tensor.name)
     except TypeError as error:
         raise SafetensorError(str(error), stored.path, name=tensor.name) from None
-    if chosen is None or chosen.lists:
-        reason = f"{shortened(index)} is no index for a plan: integers, slices, None and ... are"
+    if selection is None or selection.lists:
+        reason = (
+            f"{shortened(index)} is not an index for a plan (valid: integers, slices, None and ...)"
+        )
         raise SafetensorError(reason, stored.path, name=tensor.name)
-    positions, strides = chosen.positions, strides_of(shape, dtype.itemsize)
-    dims = begin = row = 0
-    if math.prod(chosen.shape):
-        dims, begin, row = runs(positions, shape, dtype.itemsize)
+    positions, strides = selection.positions, strides_of(shape, dtype.itemsize)
+    dims = begin = row_nbytes = 0
+    if math.prod(selection.shape):
+        dims, begin, row_nbytes = runs(positions, shape, dtype.itemsize)
     begin += tensor.begin
-    picks = None
-    if dims and dims == len(shape):  # scattered elements: all that lies between them is read
+    row_slice = None
+    # A step in the last dimension scatters single elements. A row then covers the whole range from the first to the
+    # last of them, and row_slice picks them out.
+    if dims and dims == len(shape):
         dims, last = dims - 1, positions[-1]
-        row *= last[-1] - last[0] + 1
-        picks = slice(None, None, last[1] - last[0])
-    outer = [
-        [(place - each[0]) * stride for place in each]
+        row_nbytes *= last[-1] - last[0] + 1
+        row_slice = slice(None, None, last[1] - last[0])
+    outer_offsets = [
+        [(position - each[0]) * stride for position in each]
         for each, stride in zip(positions[:dims], strides[:dims], strict=True)
     ]
-    return Wanted(
-        stored, where, framework, dtype, chosen.shape, begin, row, outer, chosen.basic, picks
+    return PlannedTensor(
+        stored,
+        where,
+        framework,
+        dtype,
+        selection.shape,
+        begin,
+        row_nbytes,
+        outer_offsets,
+        selection.basic,
+        row_slice,
     )
 
 
@@ -622,6 +658,6 @@ def _device(device: Any, framework: str) -> Any:
     where = torch_device(device)
     if where.type not in ("cpu", "cuda"):
         raise SafetensorError(
-            f"device: {device!r} cannot be read to (remedy: the CPU, and move what comes)"
+            f"device: {device!r} is not supported (remedy: load to the CPU, and move each tensor)"
         )
     return where if where.type == "cuda" else torch.device("cpu")

@@ -1,11 +1,12 @@
-"""Loads that the ranks of a node share: each reads a part of what all of them want, and the parts go from rank to rank.
+"""Shared loads: each rank of a node reads a part of the tensors, and the ranks exchange the parts.
 
-Before anything is read ranks compare what they were asked for and what they have found; so they have the same groups of
-tensors, in the same order. Of each group every rank reads its part, straight into the tensors. When the group is wanted
-all ranks agree that nothing has failed, and hand on what they have read, while later groups are read. So a failure ends
-the load on all ranks, and nothing of a group is given anywhere before all of it has been read.
+Before the first read, the ranks compare their requests and the headers that they have found. They then have the same
+groups of tensors, in the same order. Each rank reads its share of every group directly into the tensors. When the
+callers request a tensor of a group, the ranks agree that no read of it failed, and exchange their shares, while later
+groups are being read. A failure on one rank therefore ends the load on all ranks, and no rank returns a tensor of a
+group before all shares of the group have been read.
 
-Imports torch.distributed: only loads with ``broadcast=`` import this.
+This module imports torch.distributed, so only loads with ``broadcast=`` import it.
 """
 
 from __future__ import annotations
@@ -20,108 +21,130 @@ import torch
 import torch.distributed as dist
 
 from tensorferry.base.processes import Owned
-from tensorferry.base.ranks import Ranks, Relay, checked_broadcast, is_worthwhile, moves, node
+from tensorferry.base.ranks import (
+    Ranks,
+    Relay,
+    can_move,
+    checked_broadcast,
+    is_worthwhile,
+    node_identity,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tensorferry.safetensors.plans import Group, Loading, Wanted
+    from tensorferry.safetensors.plans import Group, LoadPlan, PlannedTensor
 
-# Less is read by one rank.
+# The smallest share. If a group is too small for two of them, one rank reads it alone.
 _MIN_PART_NBYTES = 256 << 10
 
 
-class _Offer(NamedTuple):
-    """What a rank tells the others before they load together: what it was asked for, and what it has found."""
+class _Announcement(NamedTuple):
+    """The request of a rank and digests of what it has found, which the ranks exchange before they load together.
+
+    Attributes
+    ----------
+    options : dict of str to Any
+        The arguments that must be equal on all ranks.
+    requested : str
+        The digest of the requested tensors.
+    node : str
+        The identity of the node.
+    versions : str
+        The digest of the versions of the files, which shows whether ranks of a node have read the same files.
+    is_worthwhile : bool
+        Whether sharing pays for this rank, where ``broadcast="auto"`` leaves the choice.
+    """
 
     options: dict[str, Any]
-    wanted: str
+    requested: str
     node: str
     versions: str
     is_worthwhile: bool
 
 
 class Share(NamedTuple):
-    """The part of a group's memory that a rank reads."""
+    """The part of a group's memory that a rank reads: a range of the concatenated memory of all its parts."""
 
     rank: int
     begin: int
     end: int
 
 
-def meet(
-    prepare: Callable[[], Loading], broadcast: Any, group: dist.ProcessGroup | None
-) -> tuple[Loading, Sharers | None]:
-    """Return what is to be loaded, and who shares it; None where everybody reads alone.
+def agree_on_load(
+    prepare: Callable[[], LoadPlan], broadcast: Any, group: dist.ProcessGroup | None
+) -> tuple[LoadPlan, Sharers | None]:
+    """Return the load, and the ranks that share it, or None if each rank reads alone.
 
     Raises
     ------
     ValueError
-        Ranks differ in what they want, or the group cannot move it.
+        The ranks request different tensors, or the process group does not support the memory of the tensors.
     Exception
-        What ``prepare`` raises on any rank.
+        The error that ``prepare`` raises on any rank.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         checked_broadcast(broadcast)
         return prepare(), None
     if dist.get_rank(group) < 0:
-        raise ValueError("process_group: this rank is not one of it")
+        raise ValueError("process_group: this rank does not belong to it")
     ranks = Ranks(dist.group.WORLD if group is None else group)
-    found: list[Loading] = []
+    found: list[LoadPlan] = []
 
-    def offer() -> _Offer:
+    def announce() -> _Announcement:
         checked_broadcast(broadcast)
         loading = prepare()
         found.append(loading)
-        return _offer(loading, broadcast, group)
+        return _announcement(loading, broadcast, group)
 
-    offers = ranks.call(offer)
+    announcements = ranks.call(announce)
     (loading,) = found
-    _check_options(offers)
-    if any(each.wanted != offers[0].wanted for each in offers):
-        _raise_difference(ranks.call(lambda: [_described(part) for part in loading.parts]))
-    nodes = [each.node for each in offers]
+    _check_options(announcements)
+    if any(each.requested != announcements[0].requested for each in announcements):
+        _raise_difference(ranks.call(lambda: [_describe(part) for part in loading.parts]))
+    nodes = [each.node for each in announcements]
     if len(set(nodes)) == len(nodes):
         return loading, None
-    if broadcast == "auto" and not all(each.is_worthwhile for each in offers):
+    if broadcast == "auto" and not all(each.is_worthwhile for each in announcements):
         return loading, None
-    if len({(each.node, each.versions) for each in offers}) > len(set(nodes)):
+    if len({(each.node, each.versions) for each in announcements}) > len(set(nodes)):
         raise ValueError(
-            "files: ranks of a node have read the headers of different files: one was replaced or changed meanwhile, "
-            "or is another one in each (remedy: load again, or without broadcast)"
+            "files: ranks of a node have read the headers of different files: a file was replaced or changed during "
+            "the call, or the path is a different file for each rank (remedy: load again, or without broadcast)"
         )
     members = [rank for rank, each in enumerate(nodes) if each == nodes[ranks.rank]]
     return loading, Sharers(ranks.group, members, loading.where)
 
 
 class Sharers(Owned):
-    """The ranks that load the same, as one of them sees them.
+    """The ranks that share a load, as seen from one of them.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        All of them.
+        The process group of all ranks.
     members : list of int
-        Those of this node.
+        The ranks on this node.
     where : torch.device or str
-        Where tensors are.
+        The device of the tensors.
 
     Attributes
     ----------
     steps : int
-        How many groups are still to be handed on.
+        The number of groups that the ranks have not exchanged yet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, members: list[int], where: Any) -> None:
-        self._belong_here()
+        self._set_owner()
         self.steps = 0
         self._relay = Relay(group, torch.device(where))
         self._members = members
-        # Within a step nobody knows whether this rank has said something to the others.
-        self._is_between = False
+        # True within a step, and permanently after a step that was interrupted. After an interrupt, it is unknown which
+        # messages this rank has sent, so the other ranks cannot match further messages with theirs.
+        self._is_exchanging = False
 
-    def shares(self, pieces: list[tuple[int, Any]], alignment: int) -> list[Share]:
-        """Return who reads what of a group, whose memory is in ``pieces`` with their places in the file."""
+    def divide(self, pieces: list[tuple[int, Any]], alignment: int) -> list[Share]:
+        """Divide a group among the ranks. ``pieces`` are its memory, each piece with its offset in the file."""
         total = sum(len(memory) for _, memory in pieces)
         count = max(1, min(len(self._members), total // _MIN_PART_NBYTES))
         begins = cuts(pieces, count, alignment)
@@ -130,8 +153,10 @@ class Sharers(Owned):
             for rank, each in zip(self._members, itertools.pairwise(begins), strict=False)
         ]
 
-    def own(self, shares: list[Share], pieces: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Return the pieces, or what of them, this rank reads."""
+    def pieces_to_read(
+        self, shares: list[Share], pieces: list[tuple[int, Any]]
+    ) -> list[tuple[int, Any]]:
+        """Return the pieces, or slices of them, that this rank reads."""
         found = []
         for _, begin, end in (share for share in shares if share.rank == self._relay.rank):
             at = 0
@@ -143,16 +168,18 @@ class Sharers(Owned):
         return found
 
     def step(self, oldest: Callable[[], Group | None]) -> Group | None:
-        """Return the oldest group, for which ``oldest`` waits, when all ranks have read and got their parts of it.
+        """Return the oldest group, once all ranks have read and exchanged their shares of it.
+
+        ``oldest`` is a function that waits for this rank's share and returns the group.
 
         Raises
         ------
         Exception
-            What has failed on any rank.
+            The error of any rank.
         """
-        if self._is_between:
+        if self._is_exchanging:
             raise RuntimeError(
-                "this load was interrupted while ranks exchanged what they had read: begin it again on all of them"
+                "this load was interrupted while ranks exchanged their data (remedy: begin it again on all ranks)"
             )
         group, failure = None, None
         try:
@@ -163,33 +190,36 @@ class Sharers(Owned):
             failure = error
         if failure is None and (group is None or group.is_handed_on):
             return group
-        self._is_between = True
+        self._is_exchanging = True
         self._relay.agree(failure)
         assert group is not None
         self._hand_on(group)
         group.is_handed_on = True
         self.steps -= 1
-        self._is_between = False
+        self._is_exchanging = False
         return group
 
     def leave(self) -> None:
-        """Tell the other ranks that this one goes no further, if they would wait for it."""
-        if self.steps and not self._is_between and not self.is_parents and dist.is_initialized():
-            self._is_between = True
+        """Tell the other ranks that this one stops, if they have groups left for which they would wait for it."""
+        if self.steps and not self._is_exchanging and not self.is_parents and dist.is_initialized():
+            self._is_exchanging = True
             self._relay.leave()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end
+        # At interpreter shutdown, torch.distributed may be unusable.
+        with contextlib.suppress(Exception):
             self.leave()
 
     def _hand_on(self, group: Group) -> None:
+        """Send this rank's share of a group to the other ranks of the node, and receive theirs."""
         memories = [_as_torch(part.memory) for part in group.parts if part.nbytes]
         if not memories:
             return
         memory = memories[0] if len(memories) == 1 else torch.cat(memories)
         parts = {share.rank: memory[share.begin : share.end] for share in group.shares}
+        # A rank without a share has nothing to send: its slice is empty.
         own = parts.pop(self._relay.rank, memory[:0])
-        for work in self._relay.hand_on(own, self._members, parts.items()):
+        for work in self._relay.exchange(own, self._members, parts.items()):
             work.wait()
         if len(memories) > 1:
             ends = itertools.accumulate(map(len, memories))
@@ -198,34 +228,39 @@ class Sharers(Owned):
 
 
 def cuts(pieces: list[tuple[int, Any]], count: int, alignment: int) -> list[int]:
-    """Return where to cut memory, in which pieces of a file lie one behind the other, into about equal parts.
+    """Return where to divide the concatenated pieces of a file into ``count`` parts of similar size.
 
-    These are the begins of the parts, and the end of the last. Cuts are at multiples of ``alignment`` of the file, or
-    between pieces.
+    The result has the start of each part and the end of the last part. Each cut is between two pieces, or at a multiple
+    of ``alignment`` in the file.
     """
     total = sum(len(memory) for _, memory in pieces)
     found, at = [0], 0
     for offset, memory in pieces:
-        while len(found) < count and (wanted := total * len(found) // count) < at + len(memory):
-            place = -(-(offset + wanted - at) // alignment) * alignment
-            found.append(at + min(place - offset, len(memory)))
+        while len(found) < count and (ideal := total * len(found) // count) < at + len(memory):
+            aligned = -(-(offset + ideal - at) // alignment) * alignment
+            found.append(at + min(aligned - offset, len(memory)))
         at += len(memory)
     return found + [total] * (count + 1 - len(found))
 
 
-def _offer(loading: Loading, broadcast: Any, group: dist.ProcessGroup | None) -> _Offer:
+def _announcement(
+    loading: LoadPlan, broadcast: Any, group: dist.ProcessGroup | None
+) -> _Announcement:
     kind = torch.device(loading.where).type
-    is_moved = moves(group, kind)
+    is_moved = can_move(group, kind)
     if broadcast is True and not is_moved:
         backends = dist.get_backend_config(group)
-        raise ValueError(f"broadcast: the process group ({backends}) moves no memory of {kind!r}")
+        raise ValueError(
+            f"broadcast: the process group ({backends}) does not support memory of {kind!r}"
+        )
     versions = {part.stored.path: part.stored.version for part in loading.parts}
-    # Mounts of the same storage may have other names and device numbers in other containers.
+    # The first field of a version, the device number, is left out: the same storage can have different device numbers
+    # and paths in different containers of a node.
     found = (f"{version[1:]}" for version in versions.values())
-    return _Offer(
+    return _Announcement(
         {"broadcast": broadcast, **loading.options},
-        _digest(map(_described, loading.parts)),
-        node(),
+        _digest(map(_describe, loading.parts)),
+        node_identity(),
         _digest(found),
         is_moved and any(is_worthwhile(kind, path) for path in itertools.islice(versions, 1)),
     )
@@ -238,39 +273,41 @@ def _digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _described(part: Wanted) -> str:
-    """Return what a rank wants of a tensor: equal texts stand for equal bytes of equal files."""
+def _describe(part: PlannedTensor) -> str:
+    """Describe a requested tensor. Equal texts mean the same bytes of files with the same name."""
     name, dtype, *_ = part.stored.tensor
     file_name = pathlib.Path(part.stored.path).name
     text = f"{list(part.shape)} of {name!r} ({dtype}) from byte {part.begin} of {file_name!r} on"
-    if not part.outer and part.picks is None and part.basic == (...,):
+    if not part.outer_offsets and part.row_slice is None and part.basic == (...,):
         return text
-    # Positions of a slice are evenly spaced.
-    rows = [(len(each), *each[:1], *each[-1:]) for each in part.outer]
-    return f"{text}, {part.row_nbytes} bytes each {rows} {part.picks} {part.basic}"
+    # Positions of a slice are evenly spaced, so their number, the first and the last identify them.
+    rows = [(len(each), *each[:1], *each[-1:]) for each in part.outer_offsets]
+    return f"{text}, {part.row_nbytes} bytes each {rows} {part.row_slice} {part.basic}"
 
 
-def _check_options(offers: list[_Offer]) -> None:
-    for rank, each in enumerate(offers):
-        for name, first in offers[0].options.items():
+def _check_options(announcements: list[_Announcement]) -> None:
+    for rank, each in enumerate(announcements):
+        for name, first in announcements[0].options.items():
             if each.options[name] != first:
                 raise ValueError(
-                    f"{name}: ranks differ in it: {first!r} on rank 0, {each.options[name]!r} on rank {rank}"
+                    f"{name}: ranks differ: {first!r} on rank 0, {each.options[name]!r} on rank {rank}"
                 )
 
 
-def _raise_difference(wanted: list[list[str]]) -> None:
-    for rank, each in enumerate(wanted):
-        for first, other in itertools.zip_longest(wanted[0], each):
+def _raise_difference(requested: list[list[str]]) -> None:
+    """Raise ValueError with the first tensor in which the request of a rank differs from that of rank 0."""
+    for rank, each in enumerate(requested):
+        for first, other in itertools.zip_longest(requested[0], each):
             if first != other:
                 raise ValueError(
-                    f"files, plan: ranks differ in what they want: {first or 'no more'} on rank 0, "
-                    f"{other or 'no more'} on rank {rank} (remedy: load what all want with broadcast, and the rest "
-                    "without)"
+                    f"files, plan: ranks request different tensors: {first or 'no more'} on rank 0, "
+                    f"{other or 'no more'} on rank {rank} (remedy: load the tensors that all ranks need with "
+                    "broadcast, and the others without)"
                 )
 
 
 def _as_torch(memory: Any) -> torch.Tensor:
+    """Return the memory of a part, which may be a NumPy array or a page-aligned buffer, as a tensor of bytes."""
     if isinstance(memory, torch.Tensor):
         return memory
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Saving: safetensors' functions and files, to the byte; at the drive's speed, and the old file or the new one.
+"""Saving, with safetensors' functions and byte-identical files. A file is replaced atomically.
 
-What is not to be saved is refused before anything is touched, by the rules of safetensors' own functions. The header is
-made in memory; tensors go through a stream of the core (:mod:`tensorferry.transfer.new_file`) straight from where they
-are, host memory or an NVIDIA GPU's, into a file that takes its place when it is whole
+The arguments are validated by the rules of safetensors' own functions before any file is touched. The header is built
+in memory. A stream of the core (:mod:`tensorferry.transfer.new_file`) writes the tensors directly from their memory, on
+the host or on an NVIDIA GPU, to a new file, which replaces the old one once it is complete
 (:mod:`tensorferry.transfer.replacement`).
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.new_file import NewFile
 
-# What torch and NumPy (with ml_dtypes as well) call the format's dtypes.
+# The format's dtypes by their names in torch and NumPy. ml_dtypes' dtypes for NumPy have the same names as torch's.
 _NAMES = {
     attribute.rstrip("_"): dtype
     for dtype in DTYPES.values()
@@ -45,16 +45,16 @@ _NAMES = {
 
 
 class TensorToSave(NamedTuple):
-    """A tensor that is to be saved.
+    """A tensor to save.
 
     Attributes
     ----------
     name, dtype : str
-        As the header has them.
+        The name and the dtype in the header.
     shape : tuple of int
-        As the header has it: of F4, elements, not pairs.
+        The shape in the header, which counts single elements of F4, not pairs.
     array : object
-        Its bytes: what a stream takes.
+        The tensor's data: an object that the core's stream accepts.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TensorToSave(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].bits // 8
 
 
@@ -80,42 +80,45 @@ def save_file(
     Parameters
     ----------
     tensors : dict of str to torch.Tensor or numpy.ndarray
-        Contiguous and dense, and no two of torch's in the same memory. On the CPU or an NVIDIA GPU they go to the file
-        from where they are; those on other devices are copied to the CPU, one at a time.
+        The tensors. They must be contiguous and dense, and torch's tensors must not share memory. Tensors on the CPU or
+        an NVIDIA GPU are written directly from their memory. Tensors on other devices are copied to the CPU, one at a
+        time.
     filename : str, bytes or PathLike
-        The file. What is there stays until the new one is complete, and is then replaced at one stroke, whatever ends
-        the process. A symbolic link is followed, and permissions are kept.
+        The path of the file. An existing file is replaced atomically once the new one is complete: if the process ends
+        earlier, for any reason, the old file remains. A symbolic link is followed, and permissions are kept.
     metadata : dict of str to str, optional
-        Written to the header.
+        Metadata for the header.
     sync : bool
-        Whether the file has survived a power cut once this returns.
+        Whether the file survives a power cut once this returns.
 
     Raises
     ------
     ValueError
-        No dict of tensors, or a tensor is sparse or not contiguous.
+        The argument is not a dict of tensors, or a tensor is sparse or not contiguous.
     RuntimeError
         Some of torch's tensors share memory.
     SafetensorError
-        The format has no such dtype, or the header cannot be written.
+        The format lacks a dtype, or the header cannot be built.
     TypeError
-        A name or metadata is no string.
+        A name, or a key or value of the metadata, is not a string.
     IsADirectoryError
-        There is a directory.
+        The path is a directory.
     StorageError, OSError
-        The file could not be written: there is no space for it, for example. What was there has stayed.
+        The file cannot be written, for example because the drive is full. The old file remains.
 
     Notes
     -----
-    The bytes are those of safetensors for the same tensors and metadata; of several metadata, in the order of their
-    names. A tensor that changes meanwhile is saved as a mixture of before and after; the rest is as it should be.
+    The file is byte-identical to one that safetensors writes for the same tensors and metadata, except that the
+    metadata are sorted by their keys: safetensors' own order changes from run to run. If another thread modifies a
+    tensor during the call, the file has a mixture of that tensor's old and new values. The other tensors are not
+    affected.
     """
     write_file(entries_of(tensors), filename, metadata, sync=sync)
 
 
 def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the bytes of a file with these tensors; see :func:`save_file` for what may be saved and what is raised."""
-    return _joined(entries_of(tensors), metadata)
+    """Return the bytes of a file with these tensors. The rules and the errors are those of :func:`save_file`."""
+    return _serialize(entries_of(tensors), metadata)
 
 
 def save_model(
@@ -126,21 +129,21 @@ def save_model(
     *,
     sync: bool = False,
 ) -> None:
-    """Save a model of torch's, in which tensors may share memory, as ``safetensors.torch.save_model`` does.
+    """Save a torch model, with tensors that may share memory, as ``safetensors.torch.save_model`` does.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Of tensors that are the same memory one is saved; metadata tell the others' names.
+        The model. Of several tensors in the same memory one is saved, and the metadata map the others' names to it.
     filename, metadata, sync
         As for :func:`save_file`.
     force_contiguous : bool
-        Write tensors that are not contiguous as if they were; they are copied for that, one at a time.
+        Whether to save tensors that are not contiguous, by way of a contiguous copy of one tensor at a time.
 
     Raises
     ------
     RuntimeError
-        Tensors share memory, and none of them has all of it.
+        Tensors share memory, and none of them covers all of it.
     ValueError, SafetensorError, StorageError, OSError
         As for :func:`save_file`.
     """
@@ -154,21 +157,24 @@ def save_model(
 
 
 class TensorSpec:
-    """A tensor for :func:`serialize`: where its bytes are, and what.
+    """A description of a tensor in memory, for :func:`serialize`.
 
     Parameters
     ----------
     dtype : str
-        As torch and NumPy call it: "float32".
+        The name of the dtype in torch or NumPy, such as "float32".
     shape : sequence of int
-        Of float4_e2m1fn_x2 as torch has it; the attribute then counts elements, not pairs.
-    data_ptr, data_len : int
-        The address of its bytes, which must stay there until it has been saved, and how many they are.
+        The shape in torch or NumPy. For float4_e2m1fn_x2, torch counts pairs of elements, and the attribute ``shape``
+        counts single elements: its last dimension is twice as large as the argument's.
+    data_ptr : int
+        The address of the data, which must stay valid until the tensor has been saved.
+    data_len : int
+        The size of the data in bytes.
 
     Raises
     ------
     SafetensorError
-        The format has no such dtype.
+        The format lacks the dtype.
     """
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
@@ -187,14 +193,14 @@ class TensorSpec:
 def serialize(
     tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a file with these tensors.
+    """Return the bytes of a file with the tensors that :class:`TensorSpec` objects describe.
 
     Raises
     ------
     SafetensorError
-        A shape does not have as many bytes as there are, or as for :func:`save_file`.
+        ``data_len`` does not match a shape, or the header cannot be built.
     """
-    return _joined(_of_specs(tensor_dict), metadata)
+    return _serialize(_entries_of_specs(tensor_dict), metadata)
 
 
 def serialize_file(
@@ -204,21 +210,30 @@ def serialize_file(
     *,
     sync: bool = False,
 ) -> None:
-    """Save these tensors to a file; see :func:`serialize` and :func:`save_file`."""
-    write_file(_of_specs(tensor_dict), filename, metadata, sync=sync)
+    """Save the tensors that :class:`TensorSpec` objects describe to a file.
+
+    The errors are those of :func:`serialize`, and those that :func:`save_file` raises for a file that cannot be
+    written. ``sync`` is as for :func:`save_file`.
+    """
+    write_file(_entries_of_specs(tensor_dict), filename, metadata, sync=sync)
 
 
 def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[TensorToSave]:
-    """Return what is to be saved, checked as safetensors does; without ``contiguous`` it need not be."""
+    """Validate tensors by safetensors' rules, and return an entry for each.
+
+    If ``contiguous`` is false, tensors that are not contiguous are accepted, too.
+    """
+    # A library that is not imported cannot have made any of the tensors, so there is no need to import it here.
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    # Arrays of both kinds may be there; programs compare safetensors' texts, which name one.
+    # Tensors and NumPy arrays are both accepted, but programs compare safetensors' error texts, which name only one of
+    # the two.
     expected = "numpy.ndarray" if torch is None else "torch.Tensor"
     if not isinstance(tensors, Mapping):
         raise ValueError(f"Expected a dict of [str, {expected}] but received {type(tensors)}")
     entries, of_torch, sparse = [], {}, []
     for name, value in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"tensors: {name!r} is no string, and cannot be a tensor's name")
+            raise TypeError(f"tensors: a tensor's name must be a string (got {name!r})")
         if torch is not None and isinstance(value, torch.Tensor):
             of_torch[name] = value
             if value.is_meta:
@@ -237,11 +252,11 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[T
             "a dense tensor before saving with `.to_dense()` but be aware this might make a much larger file than "
             "needed."
         )
-    together = [set(names) for names in shared(of_torch) if len(names) > 1]
-    if together:
+    overlapping = [set(names) for names in group_by_memory(of_torch) if len(names) > 1]
+    if overlapping:
         raise RuntimeError(
             "Some tensors share memory, this will lead to duplicate memory on disk and potential differences when "
-            f"loading them again: {together}. A potential way to correctly save your model is to use `save_model`. "
+            f"loading them again: {overlapping}. A potential way to correctly save your model is to use `save_model`. "
             "More information at https://huggingface.co/docs/safetensors/torch_shared_tensors"
         )
     for name, value in tensors.items():
@@ -265,16 +280,19 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[T
 def without_duplicates(
     state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | None]:
-    """Return a state with one of all tensors that are the same memory, and metadata with the names of the others.
+    """Keep one of each set of tensors in the same memory, and remove the others.
+
+    Return the state without the removed tensors, and metadata that map the names of these to the names of the tensors
+    that were kept.
 
     Raises
     ------
     RuntimeError
-        Tensors share memory, and none of them has all of it.
+        Tensors share memory, and none of them covers all of it.
     """
     state = dict(state)
     for name, kept in aliases(state).items():
-        metadata = {name: kept, **(metadata or {})}  # what the caller says of it stays
+        metadata = {name: kept, **(metadata or {})}  # metadata from the caller take precedence
         del state[name]
     return state, metadata
 
@@ -282,28 +300,28 @@ def without_duplicates(
 def write_file(
     entries: Sequence[TensorToSave], path: Path, metadata: Mapping[str, str] | None, *, sync: bool
 ) -> None:
-    """Write a file in the place of another."""
-    header, ordered, nbytes = laid_out(entries, metadata)
+    """Write a new file, and replace the old one with it."""
+    header, ordered, nbytes = lay_out(entries, metadata)
     refuse_directory(path)
-    with replacing(path, sync=sync, nbytes=nbytes) as new, new.named():
+    with replacing(path, sync=sync, nbytes=nbytes) as new, new.naming_target():
         write_entries(new.file, header, ordered)
 
 
 def replacing(path: Path, *, sync: bool, nbytes: int, sums: Checksums | None = None) -> Replacement:
-    """Return what a new file of so many bytes is written to; kept checksums go with the old file."""
+    """Return a :class:`Replacement` for a file of this size. It also removes the checksums of the old file."""
     return Replacement(
         path,
         sync=sync,
         reserve_nbytes=nbytes,
         checksums=sums,
-        beside_suffix=checksums.SUFFIX,
+        sidecar_suffix=checksums.SUFFIX,
     )
 
 
-def laid_out(
+def lay_out(
     entries: Iterable[TensorToSave], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[TensorToSave], int]:
-    """Return a file's header, its tensors in their order, and how many bytes it has."""
+    """Return the header of a file, its tensors in the order of their offsets, and the size of the file."""
     by_name = {entry.name: entry for entry in entries}
     header, names = build(
         ((entry.name, entry.dtype, entry.shape) for entry in by_name.values()),
@@ -314,7 +332,7 @@ def laid_out(
 
 
 def write_entries(file: NewFile, header: bytes, entries: Iterable[TensorToSave]) -> None:
-    """Write a file's header and tensors."""
+    """Write the header and the tensors of a file."""
     file.write_bytes(header)
     kept: list[Any] = []
     for entry in entries:
@@ -324,7 +342,8 @@ def write_entries(file: NewFile, header: bytes, entries: Iterable[TensorToSave])
         if not is_copy:
             kept.append(array)
             continue
-        # It goes as soon as it has been copied; all before it must go first.
+        # Without kept=True, write() returns once it no longer needs the copy, so only one copy exists at a time. The
+        # stream is sequential, so the tensors before this one, which `kept` has collected, are written first.
         file.write(kept, kept=True)
         kept = []
         file.write(array)
@@ -332,33 +351,34 @@ def write_entries(file: NewFile, header: bytes, entries: Iterable[TensorToSave])
 
 
 def refuse_directory(path: Path) -> None:
-    """Refuse a directory in the place of a file, as open() does."""
+    """Raise IsADirectoryError if the path is a directory, as open() does."""
     text = checked_path(path)
     if os.path.isdir(text):  # noqa: PTH112 (it may be bytes)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fsdecode(text))
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """Return metadata, or raise TypeError if they are not strings."""
+    """Return metadata. Raise TypeError if a key or value is not a string."""
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata: {type(metadata).__name__} is no dict of str to str")
+        raise TypeError(f"metadata: {type(metadata).__name__} is not a dict of str to str")
     for key, value in metadata.items():
         for one in (key, value):
             if not isinstance(one, str):
-                raise TypeError(f"metadata: {one!r} ({type(one).__name__}) is no string")
+                raise TypeError(f"metadata: {one!r} ({type(one).__name__}) is not a string")
     return metadata
 
 
 def _bytes_of(entry: TensorToSave) -> tuple[Any, bool]:
-    """Return what a stream takes for a tensor, and whether it is a copy."""
+    """Return an object with the tensor's bytes that the core's stream accepts, and whether saving it needs a copy."""
     array = entry.array
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
         array = array.detach()
         if array.device.type not in ("cpu", "cuda") and array.device.type != "meta":
             return array.cpu(), True
+        # The stream makes a copy of a view that is not contiguous, or is lazily conjugated or negated.
         return array, not array.is_contiguous() or array.is_conj() or array.is_neg()
     if numpy is not None and isinstance(array, numpy.ndarray):
         if array.dtype.newbyteorder("<") != array.dtype:
@@ -367,9 +387,9 @@ def _bytes_of(entry: TensorToSave) -> tuple[Any, bool]:
     return array, False
 
 
-def _joined(entries: list[TensorToSave], metadata: Mapping[str, str] | None) -> bytes:
-    header, ordered, _ = laid_out(entries, metadata)
-    owners = []  # as long as their bytes are looked at
+def _serialize(entries: list[TensorToSave], metadata: Mapping[str, str] | None) -> bytes:
+    header, ordered, _ = lay_out(entries, metadata)
+    owners = []  # keep the arrays alive while join() reads their memory
 
     def views() -> Iterator[Any]:
         yield header
@@ -386,16 +406,16 @@ def _joined(entries: list[TensorToSave], metadata: Mapping[str, str] | None) -> 
     return b"".join(views())
 
 
-def _of_specs(specs: Mapping[str, Any]) -> list[TensorToSave]:
+def _entries_of_specs(specs: Mapping[str, Any]) -> list[TensorToSave]:
     entries = []
     for name, spec in specs.items():
         if not isinstance(name, str):
-            raise TypeError(f"tensor_dict: {name!r} is no string, and cannot be a tensor's name")
+            raise TypeError(f"tensor_dict: a tensor's name must be a string (got {name!r})")
         try:
             dtype, shape = spec.dtype, tuple(spec.shape)
             address, nbytes = spec.data_ptr, spec.data_len
         except AttributeError:
-            raise TypeError(f"tensor_dict: {type(spec).__name__} is no TensorSpec") from None
+            raise TypeError(f"tensor_dict: {type(spec).__name__} is not a TensorSpec") from None
         entry = TensorToSave(name, dtype, shape, None)
         if entry.nbytes != nbytes:
             raise SafetensorError(
@@ -417,40 +437,42 @@ def _dtype_of(known_as: str, name: str | None = None) -> str:
 
 
 def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:
-    """Return the names of tensors that are another one's memory, and which one is kept: preferably one of some names.
+    """Return a map from the name of each tensor that shares its memory with a kept tensor to the kept tensor's name.
+
+    One of the tensors in the same memory is kept: if possible, one with a name in ``preferred``.
 
     Raises
     ------
     RuntimeError
-        Tensors share memory, and none of them has all of it.
+        Tensors share memory, and none of them covers all of it.
     """
     found: dict[str, str] = {}
-    for names in shared(state):
+    for names in group_by_memory(state):
         if len(names) < 2:
             continue
-        whole = {
+        complete = {
             name
             for name in names
             if (storage := state[name].untyped_storage()).data_ptr() == state[name].data_ptr()
             and storage.nbytes() == state[name].nbytes
         }
-        if not whole:
+        if not complete:
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
                 f"saving amongst: {set(names)}. None is covering the entire storage. Refusing to save/load the model "
                 "since you could be storing much more memory than needed. Please refer to "
                 "https://huggingface.co/docs/safetensors/torch_shared_tensors for more information."
             )
-        kept = min(whole & set(preferred) or whole)
+        kept = min(complete & set(preferred) or complete)
         found |= {name: kept for name in sorted(names) if name != kept}
     return found
 
 
-def shared(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return names of tensors by the memory that they share, those that share none by themselves."""
+def group_by_memory(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Group the names of tensors with overlapping memory. A tensor that shares no memory is a group of one."""
     by_storage: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():
-        # Those without memory of their own.
+        # Tensors without storage, such as sparse ones and some subclasses, raise, and cannot share memory.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             storage = tensor.untyped_storage()
             address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -470,7 +492,7 @@ def shared(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses between which a tensor's elements lie."""
+    """Return the address of a tensor's first element and the end address of its last element."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin

@@ -1,10 +1,13 @@
-"""Models over several files, with an index: as transformers and huggingface_hub write them, and whole at every moment.
+"""Models in several files with an index, as transformers and huggingface_hub write them. A save is crash-safe.
 
-All files are written first, without names. Then they take their places, one rename after the other, and the index comes
-last: it says which files are the model. Where a new file takes the place of one of the old model, or the old model is
-one file that readers would prefer to the new index, the old file gets another name before, and an interim index that
-says so: thus every index that is ever there names the files of one model. Where the new model is one file, the interim
-index says that this file counts as soon as it is there. What belonged to the old model is removed last.
+All files are first written without names. Then each file is renamed to its final name, and the index, which defines
+the files of the model, is written last.
+
+Some files of the old model are in the way: files with names that the new model uses, too, and a single file, which
+readers prefer to an index. Such a file is first renamed ("set aside"), and an interim index of the old model, which
+refers to the file's new name, is written. So every index that exists at any time names the files of exactly one model.
+If the new model is a single file, the interim index also lists that file, and readers use it as soon as it exists. The
+files of the old model are removed last.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.base.checks import decimal_nbytes, kept_path
+from tensorferry.base.checks import absolute_path, decimal_nbytes
 from tensorferry.base.file_locks import lock_directory
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
@@ -29,7 +32,7 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import (
     checked_metadata,
     entries_of,
-    laid_out,
+    lay_out,
     replacing,
     without_duplicates,
     write_entries,
@@ -47,10 +50,11 @@ if TYPE_CHECKING:
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
-# What os.link() says where there are no links, or there is no file.
+# The errors of link(2) where the file system has no hard links, or the file does not exist.
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
-_DESCRIPTORS = 2  # of each file that has no place yet
-# A turn is waited for so long: it is some operations with names.
+# The descriptors of each file that has no name yet: the file and its directory stay open.
+_DESCRIPTORS = 2
+# How long a save waits for the commit of another save, which consists of a few renames and removals.
 _MAX_WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
@@ -68,47 +72,49 @@ def save_sharded(
     Parameters
     ----------
     state : dict of str to torch.Tensor or numpy.ndarray
-        Of torch's tensors that are the same memory one is saved, and metadata tell the others' names; those that are
-        not contiguous are saved as if they were.
+        The tensors. Of several torch tensors in the same memory one is saved, and the metadata map the others' names to
+        it. Tensors that are not contiguous are saved by way of a contiguous copy.
     directory : str, bytes or PathLike
-        Where; it is made if it is missing. Other files in it are left alone.
+        The directory, which is created if it does not exist. Other files in it are not touched.
     max_shard_nbytes : int or str
-        The most that the tensors of one file have; "5GB" is 5 * 10**9. A larger tensor gets a file of its own.
+        The maximum size of the tensors in one file; "5GB" is 5 * 10**9. A larger tensor gets a separate file.
     metadata : dict of str to str, optional
-        For each file's header, beside ``format``.
+        Metadata for each file's header, in addition to ``format``.
     sync : bool
-        Whether all has survived a power cut once this returns.
+        Whether all files survive a power cut once this returns.
 
     Returns
     -------
     dict of str to str
-        The name of each tensor's file: "model.safetensors" if there is one, else "model-00001-of-00004.safetensors".
+        The file name of each tensor: "model.safetensors" if there is one file, else a name such as
+        "model-00001-of-00004.safetensors".
 
     Raises
     ------
     ValueError
-        No dict of tensors, or a size that is none.
+        The argument is not a dict of tensors, or the size is invalid.
     RuntimeError
-        Tensors share memory, and none of them has all of it.
+        Tensors share memory, and none of them covers all of it.
     SafetensorError, StorageError, OSError
-        As for :func:`tensorferry.safetensors.saving.save_file`. The model that was there has stayed.
+        As for :func:`tensorferry.safetensors.saving.save_file`. The old model remains.
 
     Notes
     -----
-    Whatever ends the process, the index names the files of the old model or the new one. Others that read the old model
-    meanwhile must have opened its files before. Of two saves to one directory at the same time the one that ends last
-    counts; each is whole. (On file systems without flock() on directories, such as NFS, they are not told apart.)
+    If the process ends at any time, for any reason, the index names either the files of the old model or those of the
+    new one. A process that reads the old model during the save must have opened its files before. Of two concurrent
+    saves to one directory, the one that finishes last wins, and its model is complete. The saves are synchronized with
+    flock() on the directory, so not on file systems without such locks, such as NFS.
     """
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_metadata(metadata)
-    own = {"format": "pt" if _is_torchs(state) else "np", **(metadata or {})}
-    if _is_torchs(state):
+    own = {"format": "pt" if _is_torch_state(state) else "np", **(metadata or {})}
+    if _is_torch_state(state):
         state, own = without_duplicates(state, own)  # type: ignore[assignment]
     shards = split(entries_of(state, contiguous=False), limit)
     with Model(directory, sync=sync) as model:
         model.check_count(len(shards))
         for name, entries in shards.items():
-            header, ordered, nbytes = laid_out(entries, own)
+            header, ordered, nbytes = lay_out(entries, own)
             with model.add(name, nbytes) as file:
                 write_entries(file, header, ordered)
         weight_map = {entry.name: name for name, entries in shards.items() for entry in entries}
@@ -118,7 +124,7 @@ def save_sharded(
 
 
 def split(entries: Iterable[TensorToSave], limit: int) -> dict[str, list[TensorToSave]]:
-    """Return the tensors of each file by its name, as huggingface_hub splits them: in their order."""
+    """Split tensors into files, in their order, as huggingface_hub does. Return each file's tensors by its name."""
     shards: list[list[TensorToSave]] = []
     current: list[TensorToSave] = []
     nbytes = 0
@@ -142,97 +148,105 @@ def split(entries: Iterable[TensorToSave], limit: int) -> dict[str, list[TensorT
 
 
 def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:
-    """Return the text of an index, as transformers writes it."""
+    """Return the text of an index in transformers' form."""
     index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 class Model:
-    """A context manager: files that become a model in a directory together, or not at all if the block raises.
+    """The new files of a model, which are committed together. As a context manager, it aborts if the block raises.
 
     Parameters
     ----------
     directory : str, bytes or PathLike
-        Where; it is made if it is missing.
+        The directory of the model, which is created if it does not exist.
     sync : bool
-        Whether it has survived a power cut when it has been committed.
+        Whether the model survives a power cut once it has been committed.
     """
 
     def __init__(self, directory: AnyPath, *, sync: bool) -> None:
-        self._directory = Path(kept_path(directory, "directory"))
+        self._directory = Path(absolute_path(directory, "directory"))
         self._sync = sync
         self._files: dict[str, Replacement] = {}
-        # One that nobody commits or aborts keeps no descriptors and no space.
+        # An object that is dropped without commit() or abort() must release its descriptors and its space, too.
         when_dropped(self, _abort, self._files)
         make_directory(self._directory)
 
     @property
     def names(self) -> set[str]:
-        """The files that have no place yet."""
+        """The names of the files that have not been renamed to their final names."""
         return set(self._files)
 
     def check_count(self, count: int) -> None:
-        """Refuse more files than can be open at a time.
+        """Check that a model of ``count`` files can be written. All of them are open at the same time.
 
         Raises
         ------
         ValueError
-            They are too many.
+            The limit of open files is too low.
         """
         most = descriptor_limit() // _DESCRIPTORS
         if count > most:
             raise ValueError(
-                f"the model would be {count} files, and this process may have {most} in the making (remedies: larger "
-                "files, or a higher limit of open files)"
+                f"the model would have {count} files, and this process may write {most} at the same time (remedies: "
+                "larger files, or a higher limit of open files)"
             )
 
     @contextlib.contextmanager
     def add(self, name: str, nbytes: int, checksums: Checksums | None = None) -> Any:
-        """Give a new file of so many bytes to the block, which is to be called so; it is complete behind it."""
+        """Add a file. As a context manager, yield the new file for writing, and finish it at the end of the block."""
         new = replacing(self._directory / name, sync=self._sync, nbytes=nbytes, sums=checksums)
         self._files[name] = new
-        with new.named():
+        with new.naming_target():
             yield new.file
             new.finish()
 
     def place(self) -> None:
-        """Let all files take their places, one after the other, and leave all else as it is."""
+        """Rename all files to their final names, one after the other, and change nothing else."""
         own = self._directory.resolve()
         for name in list(self._files):
             new = self._files.pop(name)
-            # Behind a symbolic link its name is in another directory.
+            # One sync of the directory, below, covers all names in it. Only the target of a symbolic link, which may be
+            # in another directory, needs a separate sync.
             new.commit(sync_names=Path(new.target).parent != own)
         self._sync_names()
 
     def commit(self, index: str | None, placed: Iterable[str] = ()) -> None:
-        """Let all files take their places, and the index with this text; without one, a single file is all.
+        """Make the new files the model: rename them, write the index, and remove the files of the old model.
 
-        Files that are ``placed`` already, by others, belong to the new model as well.
+        Parameters
+        ----------
+        index : str or None
+            The text of the index, or None if the new model is a single file.
+        placed : iterable of str
+            Files of the new model that other ranks have already renamed to their final names.
 
         Raises
         ------
         OSError
-            Not all could be put in their places. The index that is there names the files of one model.
+            A rename or the index failed. The index in the directory names the files of one model.
         """
-        with _turn(self._directory):
-            old = _old_model(self._directory)
-            has_told = self._set_aside(old, one_file=index is None)
+        with _exclusive(self._directory):
+            old = _find_old_model(self._directory)
+            has_interim_index = self._set_aside(old, one_file=index is None)
             old.names.difference_update(self._files, placed)
             self.place()
             if index is not None:
                 self._write_index(index)
-            elif not has_told:
+            elif not has_interim_index:
+                # No index of an old model may remain next to the new single file.
                 (self._directory / INDEX_NAME).unlink(missing_ok=True)
             self._sync_names()
+            # An old single file must be gone before the save ends: readers would prefer it to the index.
             self._remove(old.names)
-            self._sync_names()  # of an old single file, too, which readers would prefer to the index
+            self._sync_names()  # so the removed files cannot come back after a power cut
             if index is None and not any((self._directory / name).exists() for name in old.names):
-                # Until then it says which of the files counts.
+                # The interim index comes last: until the old files are gone, it tells readers which file to use.
                 (self._directory / INDEX_NAME).unlink(missing_ok=True)
                 self._sync_names()
 
     def abort(self) -> None:
-        """Give all files up that have no place yet."""
+        """Discard all files that have not been renamed to their final names."""
         _abort(self._files)
 
     def __enter__(self) -> Model:
@@ -241,11 +255,17 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _set_aside(self, old: _Old, *, one_file: bool) -> bool:
-        """Give other names to files of the old model that new ones replace or that readers would prefer, and say so."""
+    def _set_aside(self, old: _OldModel, *, one_file: bool) -> bool:
+        """Rename files of the old model that are in the way of the new one, and write an interim index.
+
+        These are the files that new files will replace, and a single file, which readers would prefer to the new index.
+        Return whether an interim index was needed.
+        """
         model = set(old.weights.values())
         in_the_way = model & {*self._files, SINGLE_NAME}
-        if one_file:  # one rename is all, where nothing else is there; or none, where others have placed their files
+        # A new single file that replaces an old one needs a single rename, which is atomic, and no interim index. If
+        # other ranks have placed all files, not even this rename is left to do.
+        if one_file:
             needed = bool(self._files) and (old.has_index or not model <= self._files.keys())
         else:
             needed = bool(in_the_way) or not old.has_index
@@ -262,17 +282,19 @@ class Model:
                     if error.errno not in _NO_LINK:
                         raise
                     if name not in self._files:
-                        continue  # it has its name until the new index is there
-                # Where there is no such file, no model is better than a mixture of two.
+                        continue  # it keeps its name until the new index exists
+                # Where the link failed, the interim index names a file that does not exist. Readers then find no model,
+                # which is better than a mixture of two.
                 aside[name] = other
             self._sync_names()
             weights = {tensor: aside.get(name, name) for tensor, name in old.weights.items()}
-            metadata = {**old.metadata, index.COMING: sorted(self._files)}
+            metadata = {**old.metadata, index.PENDING_FILES: sorted(self._files)}
             self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
         except OSError:
             if _index_names(self._directory).isdisjoint(aside.values()):
                 self._remove(aside.values())
-            raise  # else it has its place, and only its name may not be durable
+            # Otherwise the interim index exists and needs these files. Only its name may not be durable yet.
+            raise
         old.names.update(aside.values())
         if SINGLE_NAME in aside and not one_file:
             (self._directory / SINGLE_NAME).unlink()
@@ -284,7 +306,7 @@ class Model:
             new.file.write_bytes(text.encode())
 
     def _remove(self, names: Iterable[str]) -> None:
-        # A save has succeeded even if what it replaces cannot be removed.
+        # The save has succeeded even if an old file cannot be removed.
         for name in names:
             for each in (name + SUFFIX, name):
                 with contextlib.suppress(OSError):
@@ -295,17 +317,19 @@ class Model:
             sync_directory(self._directory)
 
 
-class _Old(NamedTuple):
-    """The model that is there.
+class _OldModel(NamedTuple):
+    """The model in the directory before a commit.
 
     Attributes
     ----------
-    metadata, weights : dict
-        What its index says.
+    metadata : dict
+        The metadata of its index.
+    weights : dict
+        The file name of each tensor.
     names : set of str
-        Its files, and those that were to replace them.
+        The files to remove after the commit: the model's own, and those of an earlier save that did not finish.
     has_index : bool
-        Whether there is one, of whatever kind.
+        Whether a file with the name of an index exists, even an unreadable one.
     """
 
     metadata: dict[str, Any]
@@ -314,9 +338,9 @@ class _Old(NamedTuple):
     has_index: bool
 
 
-def _old_model(directory: Path) -> _Old:
+def _find_old_model(directory: Path) -> _OldModel:
     files, _ = index.names_in(directory)
-    # Ones set aside by a save that was killed before it could remove them are nobody's, whatever the index says.
+    # Files that a killed save had set aside are removed in any case, as are the files of ranks.
     names = {name for name in files if index.is_aside(name) or index.RANKS_FILE.fullmatch(name)}
     if (directory / SINGLE_NAME).is_file():
         names.add(SINGLE_NAME)
@@ -329,17 +353,18 @@ def _old_model(directory: Path) -> _Old:
         has_index = False
     except (SafetensorError, OSError):
         pass
-    coming = metadata.pop(index.COMING, [])
-    named = [*weights.values(), *(coming if isinstance(coming, list) else [])]
-    names |= {name for name in named if _is_ones_own(name)}
-    # Else there is no model that readers agree on.
+    pending = metadata.pop(index.PENDING_FILES, [])
+    named = [*weights.values(), *(pending if isinstance(pending, list) else [])]
+    names |= {name for name in named if _is_removable(name)}
+    # An error means that the directory does not have an unambiguous model, so the save has no model to preserve until
+    # the new one is complete.
     with contextlib.suppress(SafetensorError, OSError):
-        weights = _model_of(directory)
-    return _Old(metadata, weights, names, has_index)
+        weights = _files_by_tensor(directory)
+    return _OldModel(metadata, weights, names, has_index)
 
 
-def _model_of(directory: Path) -> dict[str, str]:
-    """Return which file of a directory has each tensor of its model, if that is in files of a model's names."""
+def _files_by_tensor(directory: Path) -> dict[str, str]:
+    """Return the file name of each tensor of a directory's model. Without an index, only the usual file names count."""
     paths, owners = sources.files_of(directory)
     if owners is None:
         known = [
@@ -353,7 +378,7 @@ def _model_of(directory: Path) -> dict[str, str]:
 
 
 def _index_names(directory: Path) -> set[str]:
-    """Return the files that the index names, none if there is no index."""
+    """Return the files that the index names, or an empty set if no valid index exists."""
     try:
         return set(index.read(directory / INDEX_NAME)[0].values())
     except (SafetensorError, OSError):
@@ -361,13 +386,13 @@ def _index_names(directory: Path) -> set[str]:
 
 
 @contextlib.contextmanager
-def _turn(directory: Path) -> Iterator[None]:
-    """Wait until nobody else is in such a block for a directory; where it cannot be locked, do not.
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a directory during the block, if its file system supports locks on directories.
 
     Raises
     ------
     StorageError
-        Somebody stays there for long.
+        Another process holds the lock for too long.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     lock_descriptors.add(descriptor)
@@ -377,8 +402,8 @@ def _turn(directory: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise StorageError(
                     errno.ETIMEDOUT,
-                    f"another save has been about to give its files their names for {_MAX_WAIT_SECONDS:.0f} seconds "
-                    "(is it stopped, or its drive stuck?)",
+                    f"another save has held the lock of the directory for {_MAX_WAIT_SECONDS:.0f} seconds (is its "
+                    "process stopped, or its drive stuck?)",
                     str(directory),
                 )
             time.sleep(_POLL_SECONDS)
@@ -388,20 +413,21 @@ def _turn(directory: Path) -> Iterator[None]:
 
 
 def _abort(files: dict[str, Replacement]) -> None:
-    with contextlib.ExitStack() as whatever_happens:
+    # The stack calls every abort(), even if one of them raises.
+    with contextlib.ExitStack() as stack:
         while files:
-            whatever_happens.callback(files.popitem()[1].abort)
+            stack.callback(files.popitem()[1].abort)
 
 
 def _link(path: Path, name: Path) -> None:
     name.hardlink_to(path)
 
 
-def _is_ones_own(name: Any) -> bool:
-    """Return whether an index may have a file of this name removed: one of the format, beside it."""
+def _is_removable(name: Any) -> bool:
+    """Return whether a save may remove a file that an index names: only safetensors files in the index's folder."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
-def _is_torchs(state: Any) -> bool:
+def _is_torch_state(state: Any) -> bool:
     first = next(iter(state.values()), None) if hasattr(state, "values") else None
     return type(first).__module__.partition(".")[0] != "numpy"

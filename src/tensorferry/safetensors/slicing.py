@@ -1,4 +1,4 @@
-"""An index, by torch's rules: which positions of each dimension it chooses, and what is left to do with just these."""
+"""Indexing by torch's rules: the positions that an index selects, and the indexing that remains once these are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class SliceError(SafetensorError, IndexError, ValueError):
-    """An index that the tensor's shape does not allow; of torch's kinds as well as of the format's.
+    """An index that the tensor's shape does not allow.
 
-    Its text is safetensors', which programs compare; a note says of which file and tensor.
+    It is also an IndexError and a ValueError, the types that torch raises. Its text is safetensors' own, which programs
+    compare, so the file and the tensor are in a note of the exception instead (Python 3.11 and later).
     """
 
     def __str__(self) -> str:
@@ -21,16 +22,16 @@ class SliceError(SafetensorError, IndexError, ValueError):
 
 
 class Selection(NamedTuple):
-    """What an index chooses of a tensor.
+    """The part of a tensor that an index selects.
 
     Attributes
     ----------
     positions : tuple of range or list of int
-        Of each dimension, ascending, each once: what has to be read.
+        The positions to read in each dimension, in ascending order without duplicates.
     basic : tuple
-        An index for an array of just these: integers, whole slices and None.
+        An index to apply to the array of these positions: integers, full slices and None.
     lists : tuple
-        And one for what that gives: whole slices, and lists of positions; empty where there are none.
+        An index to apply to the result of ``basic``: full slices and lists of positions. Empty if it is not needed.
     """
 
     positions: tuple[Sequence[int], ...]
@@ -39,19 +40,19 @@ class Selection(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of an array of just the positions."""
+        """The shape of the array that contains only the positions."""
         return tuple(len(each) for each in self.positions)
 
 
 def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -> Selection | None:
-    """Return what an index chooses of a tensor; None where only the whole tensor can tell (masks, tensors).
+    """Return the part of a tensor that an index selects, or None for masks and tensors, which need the whole tensor.
 
     Raises
     ------
     SliceError
-        A position is out of range, a step is not positive, there are too many indices.
+        A position is out of range, a step is not positive, or there are too many indices.
     TypeError
-        Something is no index.
+        A part of the index has a type that cannot be an index.
     """
 
     def refuse(reason: str) -> SliceError:
@@ -66,7 +67,7 @@ def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -
     used = sum(part is not None and part is not Ellipsis for part in parts)
     ellipses = sum(part is Ellipsis for part in parts)
     if used > len(shape):
-        raise refuse(f"{used} dimensions are indexed, and there are {len(shape)}")
+        raise refuse(f"{used} dimensions are indexed, and the tensor has {len(shape)}")
     if ellipses == 0:
         parts = (*parts, Ellipsis)
     if ellipses > 1:
@@ -101,14 +102,21 @@ def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -
             basic.append(0)
     lengths = {len(each) for each in lists if isinstance(each, list)} - {1}
     if len(lengths) > 1:
-        raise refuse(f"its lists have {' and '.join(map(str, sorted(lengths)))} positions")
+        raise refuse(
+            f"the lists in the index must have the same length (got {' and '.join(map(str, sorted(lengths)))} "
+            "positions)"
+        )
     if not any(isinstance(each, list) for each in lists):
         lists = []
-    # NumPy gives an array, and no scalar, where the index has an ellipsis.
+    # With an ellipsis in the index, NumPy returns an array where it would otherwise return a scalar.
     return Selection(tuple(positions), (*basic, Ellipsis), tuple(lists))
 
 
 def _is_plain(part: Any) -> bool:
+    """Return False for masks, tensors and arrays, which only the framework can use as an index.
+
+    Raise TypeError for a type that cannot be an index.
+    """
     if part is None or part is Ellipsis or isinstance(part, slice):
         return True
     if isinstance(part, list):
@@ -117,13 +125,13 @@ def _is_plain(part: Any) -> bool:
         return True
     if isinstance(part, (str, bytes, float, complex, dict, set)):
         raise TypeError(
-            f"{part!r} is no index: integers, slices, None, ... and lists of integers are"
+            f"{part!r} is not an index (valid: integers, slices, None, ... and lists of integers)"
         )
     return False
 
 
 def _is_integer(part: Any) -> bool:
-    """Return whether this is an integer; a tensor or array with one element is left to its library."""
+    """Return whether a value is an integer index. Tensors and arrays count if they are integer scalars, not masks."""
     if isinstance(part, bool) or not hasattr(part, "__index__"):
         return False
     return getattr(part, "dtype", None) is None or (

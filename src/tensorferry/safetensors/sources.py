@@ -1,13 +1,14 @@
-"""What tensors a place holds: one answer for loads, `ls`, `verify`, `convert`, and saves that replace a model.
+"""The lookup of a model's files and tensors, for loads, `ls`, `verify`, `convert`, and saves that replace a model.
 
-A place is a file, several files, a sharded model's index, or a folder. In a folder the index says which files are the
-model, and others beside it are not part of it. Without an index all safetensors files are; numbered ones must be there
-from the first to the last, and no two files may have the same tensor. Where a folder could be read in two ways it is
-refused: a model.safetensors beside an index of other files, which transformers would load instead, or files of ranks
-beside an index.
+A source is a file, several files, the index of a sharded model, or a folder. In a folder with an index, the model
+consists of the files that the index names. In a folder without an index, it consists of all safetensors files: numbered
+files must be complete, and no two files may have the same tensor. A folder is ambiguous, and is refused, in two cases:
+it has a model.safetensors, which transformers would prefer, and an index of other files; or it has files of ranks and
+an index that does not name them.
 
-Files of ranks have parts of tensors. They must be all files of one save, as far as these say it, and the parts of a
-tensor must fill it exactly.
+Files of ranks contain parts of tensors: each rank of a distributed save writes its own file. The files of ranks in a
+source must be all files of one save, as far as their headers identify the save, and the parts of each tensor must cover
+the tensor exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tensorferry.base.checks import Readable, is_pair, is_url
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.transfer.remote import Version, place, source_path
+from tensorferry.transfer.remote import Version, as_path, source_path
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,30 +35,33 @@ if TYPE_CHECKING:
 Source: TypeAlias = "Readable | Sequence[Readable]"
 
 PARTS, PARTS_VERSION, OFFSETS = "DCP_SHARDING_INFO", "DCP_VERSION", "saved_offsets"
-"""What torch's writer puts into headers of files that have parts of tensors (its module _hf_utils)."""
+"""The metadata of torch's writer (its module _hf_utils) in headers of files with parts of tensors."""
 
 SAVE = "tensorferry_save"
-"""What ours puts into those of ranks: the name of their save, a slash, and how many files it has."""
+"""The metadata key of tensorferry's files of ranks: the name of the save, a slash, and the number of its files."""
 
 WHOLE = "tensorferry_whole"
-"""Or the shapes of the whole tensors, where a rank does not know the save."""
+"""The metadata key for the shapes of the complete tensors.
 
-_OF_PARTS = {PARTS, PARTS_VERSION, SAVE, WHOLE}
-_MAX_CELLS = 1_000_000
+A rank writes this key instead of SAVE if its name of the save is missing or may be that of an earlier save.
+"""
+
+_KEYS_OF_PARTS = {PARTS, PARTS_VERSION, SAVE, WHOLE}
+_MAX_CELLS = 1_000_000  # limits the time and memory of tiles() for hostile headers
 
 
 class Stored(NamedTuple):
-    """A tensor or a part of one, and which of a source's files has it."""
+    """A tensor or a part of one, with the file that contains it."""
 
     path: str
     file_nbytes: int
     tensor: header.Tensor
-    version: Version  # of the file when its header was read
-    # Where in the whole tensor it begins, if the file says so.
+    version: Version  # the version of the file when its header was read
+    # The offsets of a part in the complete tensor, if the header has them.
     offsets: tuple[int, ...] | None = None
 
     def open(self, **options: Any) -> File:
-        """Open its file, which must be the one whose header was read; ``options`` are those of `tensorferry.open`."""
+        """Open the file with options of `tensorferry.open`, and check that it has not changed."""
         file = tensorferry.open(self.path, **options)
         try:
             self.check(file)
@@ -67,7 +71,7 @@ class Stored(NamedTuple):
         return file
 
     def check(self, file: File) -> None:
-        """Raise SafetensorError where the file that is open now is not the one whose header was read."""
+        """Raise SafetensorError if an open file has been replaced or changed since its header was read."""
         if Version.of(file) != self.version:
             raise SafetensorError(
                 "it was replaced or changed after its header was read (remedy: load it again)",
@@ -76,23 +80,23 @@ class Stored(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Which files are a model, and where there is an index which of them has which tensor."""
+    """The paths of a model's files and, if there is an index, the path of each tensor's file."""
 
     paths: list[str]
     owners: dict[str, str] | None = None
 
 
-class Held(NamedTuple):
-    """What tensors a place holds.
+class Contents(NamedTuple):
+    """The tensors and the metadata of a source.
 
     Attributes
     ----------
     tensors : dict of str to (tuple of int, list of Stored)
-        The shape of each tensor, as headers have shapes, and its parts; in the order of the files and of their bytes.
+        The shape of each tensor, in the header's elements, and its parts. The order is that of files and offsets.
     metadata : dict of str to str
-        What the writers of the files have added, but for what concerns parts.
+        The metadata of all files, without the keys that describe parts.
     differing : set of str
-        Those keys of it that have other values in other files.
+        The keys of the metadata that have different values in different files.
     """
 
     tensors: dict[str, tuple[tuple[int, ...], list[Stored]]]
@@ -101,27 +105,27 @@ class Held(NamedTuple):
 
 
 def stored_tensors(source: Source) -> dict[str, Stored]:
-    """Return all tensors of a model's files, in the order of the files and within each by offset.
+    """Return all tensors of a model's files, in the order of the files and of the offsets in each file.
 
     Parameters
     ----------
     source : path or sequence of paths
-        Files; or one index (``model.safetensors.index.json``); or one directory with an index or, where there is none,
-        with ``*.safetensors`` files, which are taken in the order of their names.
+        Files, an index (``model.safetensors.index.json``), or a directory. In a directory without an index, all
+        ``*.safetensors`` files are used, in the order of their names.
 
     Raises
     ------
     SafetensorError
-        A header or the index is wrong, two files have the same tensor, a tensor is in parts, or a directory has nothing
-        to read, lacks files, or could be read in two ways.
+        A header or the index is invalid, two files have the same tensor, a tensor is divided into parts, or a directory
+        is empty, incomplete or ambiguous.
     StorageError
         A file cannot be read.
     """
     found = {}
-    for name, (_, parts) in hold(source).tensors.items():
+    for name, (_, parts) in contents_of(source).tensors.items():
         if len(parts) > 1:
             raise SafetensorError(
-                "it is in parts, of which each rank has saved one (remedy: put them together by tensorferry convert)",
+                "it is divided into parts that several ranks have saved (remedy: join them with tensorferry convert)",
                 parts[0].path,
                 name=name,
             )
@@ -130,44 +134,46 @@ def stored_tensors(source: Source) -> dict[str, Stored]:
 
 
 def look(path: str) -> tuple[header.Header, Version]:
-    """Return a file's header, and which file it was."""
+    """Return the header of a file and the version of the file."""
     with tensorferry.open(path) as file:
         version = Version.of(file)
         return header.read(file), version
 
 
 def fail(error: SafetensorError) -> None:
-    """Raise an error."""
+    """Raise an error. This is the default of ``problem``."""
     raise error
 
 
-def hold(
+def contents_of(
     source: Source,
     *,
     complete: bool = False,
     together: bool = True,
     look: Callable[[str], tuple[header.Header, Version] | None] = look,
     problem: Callable[[SafetensorError], None] = fail,
-) -> Held:
-    """Return what tensors a place holds.
+) -> Contents:
+    """Read the headers of a source, and return its tensors and metadata.
 
     Parameters
     ----------
     source : path or sequence of paths
         As for :func:`stored_tensors`.
     complete : bool
-        Whether a tensor that an index does not name, of a file that it names, is a problem; else it is passed over.
+        Whether it is a problem if a file that the index names has a tensor that the index does not name. Otherwise such
+        tensors are ignored.
     together : bool
-        Whether files without an index are one model, in which no tensor is twice.
+        Whether files without an index are one model, in which tensor names are unique.
     look : function of a path
-        Returns a file's header, or None where that cannot be had, and what it would have is not missed.
+        Returns the header and the version of a file, or None if they are unavailable. If it returns None, the tensors
+        of that file are not reported as missing.
     problem : function of a SafetensorError
-        Told what does not go together; by default that is raised.
+        Called with each inconsistency. By default it is raised.
 
     Raises
     ------
     SafetensorError
-        A header or the index is wrong, or a directory has nothing to read, lacks files, or could be read in two ways.
+        A header or the index is invalid, or a directory is empty, incomplete or ambiguous.
     StorageError
         A file cannot be read.
     """
@@ -184,52 +190,50 @@ def hold(
             unknown.add(path)
             continue
         head, version = seen
-        said = head.metadata or {}
-        parts = _HeaderParts(said, path)
-        if SAVE in said or index.RANKS_FILE.fullmatch(place(path).name):
-            saves.setdefault(said.get(SAVE), []).append(path)
-        for key, value in said.items():
-            if key not in _OF_PARTS and metadata.setdefault(key, value) != value:
+        file_metadata = head.metadata or {}
+        parts = _HeaderParts(file_metadata, path)
+        if SAVE in file_metadata or index.RANKS_FILE.fullmatch(as_path(path).name):
+            saves.setdefault(file_metadata.get(SAVE), []).append(path)
+        for key, value in file_metadata.items():
+            if key not in _KEYS_OF_PARTS and metadata.setdefault(key, value) != value:
                 differing.add(key)
         for name, tensor in head.tensors.items():
             owner = path if owners is None else owners.get(name)
             if owner == path:
                 stored = Stored(path, head.file_nbytes, tensor, version, parts.offsets(tensor))
                 found.setdefault(name, []).append(stored)
-                shapes |= parts.whole(tensor)
+                shapes |= parts.complete_shape(tensor)
             elif owner is None and complete:
-                reason = (
-                    "the index does not name it, and would have it left out: it is of another model"
-                )
+                reason = "the index does not name it, so it may belong to another model"
                 problem(SafetensorError(reason, path, name=name))
     for name, path in (owners or {}).items():
         if name not in found and path not in unknown:
-            reason = "the index says that it is here, and it is not"
+            reason = "the file does not contain it, although the index says so"
             problem(SafetensorError(reason, path, name=name))
     if not unknown:
         _check_saves(saves, problem)
     tensors = {}
-    for name, all_of_it in found.items():
-        shape = shapes.get(name) or _whole(all_of_it)
-        tensors[name] = shape, all_of_it
-        if (len(all_of_it) > 1 or shape != all_of_it[0].tensor.shape) and not unknown:
-            _check_parts(shape, all_of_it, together, problem)
-    return Held(tensors, metadata, differing)
+    for name, stored_parts in found.items():
+        shape = shapes.get(name) or _bounding_shape(stored_parts)
+        tensors[name] = shape, stored_parts
+        if (len(stored_parts) > 1 or shape != stored_parts[0].tensor.shape) and not unknown:
+            _check_parts(shape, stored_parts, together, problem)
+    return Contents(tensors, metadata, differing)
 
 
 def files_of(source: Source) -> Files:
-    """Return which files are the model; errors as for :func:`hold`."""
+    """Return the files of the model. Errors are as for :func:`contents_of`."""
     if isinstance(source, (list, tuple)) and not is_pair(source):
         paths = [source_path(path) for path in source]
         if not paths:
-            raise ValueError("files: there are none")
+            raise ValueError("files: the list is empty")
         if len(paths) != len(set(paths)):
-            raise ValueError("files: one is given twice")
+            raise ValueError("files: the list has a duplicate")
         return Files(paths)
     path = source_path(source)  # type: ignore[arg-type]
     if path.endswith(".json"):
         return _indexed(path)
-    folder = place(path)
+    folder = as_path(path)
     if (path.endswith(index.FILE_SUFFIX) and is_url(path)) or not folder.is_dir():
         return Files([path])
     names, indexes = index.names_in(folder)
@@ -247,52 +251,57 @@ def files_of(source: Source) -> Files:
 
 
 def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Files:
-    """Return the files of a folder with an index: what that names, unless something else may be meant."""
+    """Return the files that a folder's index names. Raise SafetensorError if the folder is ambiguous."""
     path = str(folder / index_name)
     found = _indexed(path)
     assert found.owners is not None
-    named = {place(each).name for each in found.paths}
+    named = {as_path(each).name for each in found.paths}
     ranks = [name for name in names if index.RANKS_FILE.fullmatch(name) and name not in named]
     if ranks:
         raise SafetensorError(
-            f"it has an index and files of ranks ({ranks[0]}), and which are the newer ones is not known (remedy: move "
-            "the others away, or give the index)",
+            f"the folder has an index, and files that the ranks of a distributed save wrote ({ranks[0]}). Only one of "
+            "them is the current model (remedy: move the old files away, or give the path of the index)",
             str(folder),
         )
     single = index_name.removesuffix(".index.json")
     if single not in names or single in named:
         return found
-    coming = index.read(path)[1].get(index.COMING)
-    if isinstance(coming, list):  # a save was killed, or is on its way
-        return Files([str(folder / single)]) if single in coming else found
+    pending = index.read(path)[1].get(index.PENDING_FILES)
+    if isinstance(pending, list):  # an interim index: a save was killed, or is in progress
+        return Files([str(folder / single)]) if single in pending else found
     if named.isdisjoint(names):
-        # As libraries leave it that replace a model by a smaller one.
+        # Some libraries that replace a model with a smaller one remove its files but leave the index.
         head, _ = look(str(folder / single))
         if found.owners.keys() <= head.tensors.keys():
             return Files([str(folder / single)])
     raise SafetensorError(
-        f"it has {single} and an index of other files, and which of them is the model is not known (remedy: move the "
-        "others away, or give the file or the index)",
+        f"the folder has {single}, and an index that names other files. Only one of them is the current model (remedy: "
+        "move the old files away, or give the path of the file or the index)",
         str(folder),
     )
 
 
 def _indexed(path: str) -> Files:
-    folder = place(path).parent
+    """Return the files that an index names. Raise SafetensorError if the folder has more files of the same model."""
+    folder = as_path(path).parent
     weights, _ = index.read(path)
     if not weights:
-        raise SafetensorError("the index names no tensor", path)
+        raise SafetensorError("the index does not name any tensor", path)
     named = set(weights.values())
     groups = _groups(named)
     for name in sorted({*index.names_in(folder)[0]} - named):
         if groups.keys() & _groups([name]).keys():
-            raise SafetensorError(f"the index does not name {name!r}, which is beside it", path)
+            raise SafetensorError(
+                f"the folder has the file {name!r}, which by its name belongs to the model, but the index does not "
+                "name it",
+                path,
+            )
     owners = {name: str(folder / file_name) for name, file_name in weights.items()}
     return Files(sorted(set(owners.values())), owners)
 
 
 def _groups(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:
-    """Return the numbers of files that are a model together."""
+    """Group the names of numbered files by prefix and count, and return the numbers that exist in each group."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for name in names:
         if found := index.ONE_OF_SEVERAL.fullmatch(name):
@@ -301,12 +310,13 @@ def _groups(names: Iterable[str]) -> dict[tuple[str, int], set[int]]:
 
 
 def _check_numbers(names: Iterable[str], folder: str) -> None:
-    for (begin, count), known in _groups(names).items():
+    """Raise SafetensorError if the names are those of numbered files, and a number is missing."""
+    for (prefix, count), known in _groups(names).items():
         if len(known) < count:
             missing = next(number for number in range(1, count + 1) if number not in known)
             raise SafetensorError(
-                f"it has no index, and of the {count} files {begin}-?????-of-{count:05d}.safetensors number {missing} "
-                "is not there",
+                f"it has no index, and of the {count} files {prefix}-?????-of-{count:05d}.safetensors number {missing} "
+                "is missing",
                 folder,
             )
 
@@ -314,24 +324,25 @@ def _check_numbers(names: Iterable[str], folder: str) -> None:
 def _check_saves(
     saves: dict[str | None, list[str]], problem: Callable[[SafetensorError], None]
 ) -> None:
-    """Check that ranks' files are all files of one save, as far as they say so."""
+    """Check that the files of ranks are all files of one save, as far as their headers identify it."""
     if len(saves) > 1:
         (first, *_), (other, *_) = list(saves.values())[:2]
-        reason = f"it is not of the same save as {first!r}: one was killed, or is on its way"
+        reason = f"it belongs to another save than {first!r}: one was killed, or is in progress"
         problem(SafetensorError(reason, other))
     for save, paths in saves.items():
         count = (save or "").partition("/")[2]
         if len(saves) == 1 and count and count != str(len(paths)):
-            reason = f"its save had {count[:20]} files, of which {len(paths)} are there"
+            reason = f"its save had {count[:20]} files, of which {len(paths)} exist"
             problem(SafetensorError(reason, paths[0]))
-    # torch's say nothing; each rank may lack some of the numbers, all together may not.
-    unsaid = [place(path) for path in saves.get(None, ())]
-    ranks = filter(None, (index.RANKS_FILE.fullmatch(path.name) for path in unsaid))
-    _check_numbers((found[1] for found in ranks), str(unsaid[0].parent) if unsaid else "")
+    # The headers that torch writes do not identify the save. A rank may lack files with some of the numbers, but at
+    # least one rank must have a file with each number.
+    unnamed = [as_path(path) for path in saves.get(None, ())]
+    ranks = filter(None, (index.RANKS_FILE.fullmatch(path.name) for path in unnamed))
+    _check_numbers((found[1] for found in ranks), str(unnamed[0].parent) if unnamed else "")
 
 
 class _HeaderParts:
-    """What a file's header says of the parts of tensors that it has, checked."""
+    """The validated metadata in a file's header that describe parts of tensors."""
 
     def __init__(self, metadata: dict[str, str], path: str) -> None:
         self._path = path
@@ -345,14 +356,14 @@ class _HeaderParts:
             raise SafetensorError(f"its {key} cannot be read: {error}", self._path) from None
 
     def offsets(self, tensor: header.Tensor) -> tuple[int, ...] | None:
-        """Return where in its whole tensor a part begins; None where nothing is said of parts."""
+        """Return the offsets of a part in the complete tensor, or None if the header does not describe parts."""
         if self._parts is None:
             return None
         part = self._parts.get(tensor.name) if isinstance(self._parts, dict) else None
         return self._numbers(part.get(OFFSETS) if isinstance(part, dict) else None, tensor, PARTS)
 
-    def whole(self, tensor: header.Tensor) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the whole tensor by its name, if it is known."""
+    def complete_shape(self, tensor: header.Tensor) -> dict[str, tuple[int, ...]]:
+        """Return a dict with the shape of the complete tensor by its name, or an empty dict if it is unknown."""
         if self._whole is None:
             return {}
         shape = self._whole.get(tensor.name) if isinstance(self._whole, dict) else None
@@ -364,13 +375,13 @@ class _HeaderParts:
             or len(found) != len(tensor.shape)
             or not all(type(each) is int and 0 <= each < 1 << 62 for each in found)
         ):
-            reason = f"its {key} does not say where in the whole tensor it is"
+            reason = f"its {key} does not have one valid number for each dimension"
             raise SafetensorError(reason, self._path, name=tensor.name)
         return header_shape(found, tensor.dtype) if found else ()
 
 
-def _whole(stored: list[Stored]) -> tuple[int, ...]:
-    """Return the shape that reaches as far as the parts do."""
+def _bounding_shape(stored: list[Stored]) -> tuple[int, ...]:
+    """Return the smallest shape that contains all parts."""
     first = stored[0]
     if len(stored) == 1 and not any(first.offsets or ()):
         return first.tensor.shape
@@ -379,6 +390,7 @@ def _whole(stored: list[Stored]) -> tuple[int, ...]:
 
 
 def _box(stored: Stored) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets of a part in the complete tensor, and its sizes."""
     shape = stored.tensor.shape
     return stored.offsets or (0,) * len(shape), shape
 
@@ -389,16 +401,16 @@ def _check_parts(
     together: bool,
     problem: Callable[[SafetensorError], None],
 ) -> None:
-    """Check that parts fill a tensor exactly."""
+    """Check that parts cover a tensor exactly. If they do not, report the first problem that explains it."""
     first, seen = stored[0], set()
     kinds = {(each.tensor.dtype, len(each.tensor.shape)) for each in stored}
     whole = next((each for each in stored if each.offsets is None), None)
     if whole is None and len(kinds) == 1 and tiles(shape, map(_box, stored)):
         return
-    reason, path = f"parts of it are missing: they do not fill {list(shape)}", first.path
+    reason, path = f"parts of it are missing: they do not cover {list(shape)}", first.path
     for each in stored[1:]:
         if whole is not None or _box(each) in seen or _box(each) == _box(first):
-            reason, path = f"it is in {first.path!r}, too", each.path
+            reason, path = f"it is also in {first.path!r}", each.path
             break
         seen.add(_box(each))
         if (each.tensor.dtype, len(each.tensor.shape)) != (
@@ -409,31 +421,35 @@ def _check_parts(
                 f"{DTYPES[one.tensor.dtype].torch or one.tensor.dtype} of {len(one.tensor.shape)} dimensions"
                 for one in (each, first)
             )
-            reason, path = f"it is {here} here, and {there} in another file", each.path
+            reason, path = f"it is {here} in this file, and {there} in another one", each.path
             break
     if together or whole is None:
         problem(SafetensorError(reason, path, name=first.tensor.name))
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether boxes, each of them offsets and sizes, fill a shape exactly; False where that is hard to tell."""
-    filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    if sum(math.prod(sizes) for _, sizes in filled) != math.prod(shape):
+    """Return whether boxes cover a shape exactly, without overlap. Each box consists of offsets and sizes.
+
+    The result is also False if checking would need too many steps.
+    """
+    non_empty = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
+    if sum(math.prod(sizes) for _, sizes in non_empty) != math.prod(shape):
         return False
-    if not filled:
+    if not non_empty:
         return True
-    # The cuts of all boxes make a grid, of which no cell may be in two of them.
+    # The begins and ends of all boxes divide the shape into a grid. As the volumes add up, the boxes cover the shape if
+    # none of them is outside and no cell of the grid is in two of them.
     numbers = [
         {cut: number for number, cut in enumerate(sorted({0, *ends}))}
         for ends in (
-            itertools.chain.from_iterable((o[dim], o[dim] + s[dim]) for o, s in filled)
+            itertools.chain.from_iterable((o[dim], o[dim] + s[dim]) for o, s in non_empty)
             for dim in range(len(shape))
         )
     ]
     if any(max(cuts) != size for cuts, size in zip(numbers, shape, strict=True)):
         return False
     seen: set[tuple[int, ...]] = set()
-    for offsets, sizes in filled:
+    for offsets, sizes in non_empty:
         cells = [
             range(cuts[offset], cuts[offset + size])
             for cuts, offset, size in zip(numbers, offsets, sizes, strict=True)

@@ -1,4 +1,4 @@
-"""Tensors of a model's files as one table: what ``tensorferry.Table.from_safetensors`` opens."""
+"""The lookup of the tensors that form one table, for ``tensorferry.Table.from_safetensors``."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Found(NamedTuple):
-    """Tensors whose rows follow each other, with their shapes, and the dtype of all."""
+class TableTensors(NamedTuple):
+    """The tensors of a table, with their shapes, in the order of the table's rows; and their common dtype."""
 
     tensors: list[tuple[Stored, tuple[int, ...]]]
     dtype: Any
 
 
-def find(source: Source, names: Sequence[str], framework: str) -> Found:
-    """Return the tensors of a table.
+def find(source: Source, names: Sequence[str], framework: str) -> TableTensors:
+    """Find the tensors of a table.
 
     Raises
     ------
     SafetensorError
-        A header or the index is wrong, or there is no such tensor, or the framework has no such dtype.
+        A header or the index is invalid, a tensor does not exist, or the framework lacks its dtype.
     ValueError
-        They are not rows of one table.
+        The tensors cannot form one table: a tensor is a scalar, or dtypes or shapes of rows differ.
     StorageError
         A file cannot be read.
     """
     if not names:
-        raise ValueError("name: a table needs one tensor at least, and this is an empty list")
+        raise ValueError("name: a table needs at least one tensor, and the list is empty")
     library = framework_of(framework, "cpu")
     known = stored_tensors(source)
     tensors = []
     for name in names:
         if name not in known:
-            raise SafetensorError("there is no tensor of this name", str(source), name=name)
+            raise SafetensorError("no file has a tensor of this name", str(source), name=name)
         stored = known[name]
         tensor = stored.tensor
         shape = library.shape(tensor.dtype, tensor.shape, stored.path, name)
         if not shape:
-            raise ValueError(f"name: {name!r} is a scalar, and has no rows")
+            raise ValueError(f"name: {name!r} is a scalar, which has no rows")
         tensors.append((stored, shape))
     (first, first_shape), *others = tensors
     for stored, shape in others:
@@ -54,4 +54,4 @@ def find(source: Source, names: Sequence[str], framework: str) -> Found:
                 f"{first.tensor.name!r} of {first.tensor.dtype} {list(first_shape[1:])}"
             )
     is_torch = hasattr(library, "device")
-    return Found(tensors, (torch_dtype if is_torch else numpy_dtype)(first.tensor.dtype))
+    return TableTensors(tensors, (torch_dtype if is_torch else numpy_dtype)(first.tensor.dtype))

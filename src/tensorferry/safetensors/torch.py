@@ -1,4 +1,4 @@
-"""``safetensors.torch``, by the same names."""
+"""The functions of ``safetensors.torch``, under the same names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_file(
     backend: str = "mmap",
     direct: str = "auto",
 ) -> dict[str, torch.Tensor]:
-    """Load all tensors of a file, in the order of their bytes.
+    """Load all tensors of a file, in the order of their offsets.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def load_file(
     Returns
     -------
     dict of str to torch.Tensor
-        Each one's memory is free again with its last reference, whatever becomes of the others.
+        The tensors. The memory of each is freed with its last reference, independently of the others.
 
     Raises
     ------
@@ -48,12 +48,12 @@ def load_file(
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Load all tensors of a file's bytes; they are copies, on the CPU.
+    """Load all tensors from a file's bytes. The tensors are copies, on the CPU.
 
     Raises
     ------
     SafetensorError
-        The bytes break a rule of the format, or torch has no such dtype.
+        The bytes break a rule of the format, or torch lacks a tensor's dtype.
     """
     return arrays_of(data, framework_of("pt", "cpu"))
 
@@ -67,33 +67,35 @@ def load_model(
     backend: str = "mmap",
     direct: str = "auto",
 ) -> tuple[list[str], list[str]]:
-    """Load a file's tensors into a model, of which several parameters may be one tensor.
+    """Load a file's tensors into a model. Several parameters of the model may share one tensor.
 
     Parameters
     ----------
     model : torch.nn.Module
-        What is not in the file stays as it is.
+        The model. Its tensors that are not in the file keep their values.
     filename, device, backend, direct
         As for :func:`load_file`.
     strict : bool
-        Whether to raise where names are missing in the file, or unexpected there.
+        Whether to raise RuntimeError if the file lacks names of the model, or has names that the model lacks.
 
     Returns
     -------
-    missing, unexpected : collections of str
-        Of the model and not in the file; of the file and not in the model.
+    missing : collection of str
+        The names of the model that are not in the file.
+    unexpected : collection of str
+        The names in the file that are not in the model.
 
     Raises
     ------
     RuntimeError
-        ``strict`` was given, and there are such names.
+        ``strict`` is true, and names are missing or unexpected.
     """
     state = load_file(filename, device, backend=backend, direct=direct)
     other_names = aliases(model.state_dict(), state)
     missing_names, unexpected = model.load_state_dict(state, strict=False)
     missing = set(missing_names)
     for name in other_names:
-        # The file has another name of the same tensor; it should have no two.
+        # This name is an alias of a tensor that the file has under another name. A file must not have both.
         if name in missing:
             missing.remove(name)
         else:
@@ -105,4 +107,4 @@ def load_model(
                 quoted = ", ".join(f'"{name}"' for name in sorted(names))
                 lines.append(f"    {what} key(s) in state_dict: {quoted}")
         raise RuntimeError("\n".join(lines))
-    return missing, unexpected  # type: ignore[return-value]  # a set, as safetensors has it
+    return missing, unexpected  # type: ignore[return-value]  # a set, as safetensors returns it

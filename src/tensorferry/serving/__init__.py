@@ -1,3 +1,3 @@
-"""Programs that serve models, reading weights by tensorferry; each has a module that imports it."""
+"""Integrations with programs that serve models, which load weights with tensorferry; one module for each program."""
 
 LOAD_FORMAT = "tensorferry"

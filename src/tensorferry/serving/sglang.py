@@ -1,8 +1,10 @@
-"""SGLang knows the load format: ``sglang serve --load-format tensorferry``.
+"""The load format for SGLang: ``sglang serve --load-format tensorferry``.
 
-SGLang calls :func:`register` in each of its processes, by the wheel's entry point in the group ``sglang.srt.plugins``.
-It takes the names of formats from a list, and a format that is not its own as a class: :class:`LoadConfig` gets ours
-for the name. The class, and with it all of SGLang's loaders, is imported where a model is loaded.
+SGLang calls :func:`register` in each of its processes, through the wheel's entry point in the group
+``sglang.srt.plugins``. SGLang accepts the name of a foreign load format on its command line if the name is in a list,
+but it can only load a model by such a format if ``LoadConfig`` has a loader class in place of the name. Therefore
+:func:`register` adds the name to the list, and a hook replaces the name in ``LoadConfig`` by our class. The class, and
+with it all of SGLang's loaders, is imported only in processes that load a model.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ try:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 except ImportError as error:
     raise ImportError(
-        f"load format {LOAD_FORMAT!r} needs SGLang, 0.5.23 or later: {error} (remedy: pip install sglang)",
+        f"load format {LOAD_FORMAT!r} requires SGLang 0.5.23 or later: {error} (remedy: pip install sglang)",
         name=error.name,
     ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_CHECKED_AT = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+_HOOKED_METHOD = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
 
 
 def register() -> None:
-    """Have SGLang know the load format."""
+    """Register the load format with SGLang."""
     if LOAD_FORMAT not in LOAD_FORMAT_CHOICES:
         add_load_format_choices([LOAD_FORMAT])
-        HookRegistry.register(_CHECKED_AT, _with_ours, HookType.AROUND)
+        HookRegistry.register(_HOOKED_METHOD, _replace_load_format, HookType.AROUND)
 
 
-def _with_ours(verify: Callable[[Any], None], load_config: Any) -> None:
+def _replace_load_format(verify: Callable[[Any], None], load_config: Any) -> None:
     if load_config.load_format != LOAD_FORMAT:
         verify(load_config)
         return

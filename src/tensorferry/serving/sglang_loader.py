@@ -1,4 +1,4 @@
-"""SGLang's DefaultModelLoader, with tensors of safetensors files that tensorferry reads."""
+"""A subclass of SGLang's DefaultModelLoader that reads safetensors files with tensorferry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 
 class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not see SGLang
-    """What SGLang loads models with: it finds or downloads the files, and gives the tensors to the model.
+    """The model loader for SGLang: it finds or downloads the files, and passes the tensors to the model.
 
     Parameters
     ----------
@@ -30,10 +30,10 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
     Raises
     ------
     ValueError, TypeError
-        Another option, or one that is not usable.
+        An option is unknown or invalid.
     """
 
-    counter_before_loading_weights: float  # theirs
+    counter_before_loading_weights: float  # an attribute of SGLang's class
 
     def __init__(self, load_config: Any) -> None:
         self._options, _ = weights.options_of(load_config.model_loader_extra_config or {})
@@ -44,7 +44,7 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         )
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
-        """Return the tensors of a model's files; in the place of DefaultModelLoader's."""
+        """Return the tensors of a model's files; overrides the method of DefaultModelLoader."""
         folder, paths, _ = self._prepare_weights(
             source.model_or_path,
             source.revision,
@@ -58,7 +58,8 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         weights.check_files(paths, None if overridden else Path(folder, _INDEX_NAME))
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        # Ranks of the stages of a pipeline may load different models; those of a stage load the same.
+        # The ranks of a group read the files together, which requires that they load the same tensors. The stages of a
+        # pipeline may load different tensors; the tensor-parallel ranks of one stage load the same.
         parallel = get_parallel()
         alike = self.load_config.load_group is not None and parallel.tp_size > 1
         group = parallel.tp_group.cpu_group if alike else None

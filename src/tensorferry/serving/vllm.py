@@ -1,9 +1,9 @@
-"""vLLM reads weights by tensorferry: ``vllm serve MODEL --load-format tensorferry``.
+"""The load format for vLLM: ``vllm serve MODEL --load-format tensorferry``.
 
-vLLM calls :func:`register` in each of its processes, by the wheel's entry point in the group ``vllm.general_plugins``.
-Its own DefaultModelLoader finds or downloads the files, as for ``--load-format safetensors``, and gives the tensors to
-the model; only the reading of the files is ours. Many processes load no model: a class is made of vLLM's loaders where
-these are imported.
+vLLM calls :func:`register` in each of its processes, through the wheel's entry point in the group
+``vllm.general_plugins``. vLLM's own DefaultModelLoader finds or downloads the files, as for ``--load-format
+safetensors``, and passes the tensors to the model; tensorferry only reads the files. Many processes load no model, so
+our loader class is created only in processes that import vLLM's loaders.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 
 import _tensorferry_startup
-from tensorferry.base.warned import warn
+from tensorferry.base.caller_warnings import warn
 from tensorferry.serving import LOAD_FORMAT
 
-_NEEDED = f"load format {LOAD_FORMAT!r} needs vLLM, 0.31 or later"
+_NEEDED = f"load format {LOAD_FORMAT!r} requires vLLM 0.31 or later"
 _REMEDY = "(remedy: pip install vllm)"
 _LOADERS = "vllm.model_executor.model_loader"
 
@@ -25,7 +25,7 @@ except ImportError as error:
 
 
 def register() -> None:
-    """Have vLLM know the load format from when its loaders are imported on."""
+    """Register the load format with vLLM, as soon as vLLM's loaders are imported."""
     if _LOADERS in sys.modules:
         _register()
     else:
@@ -37,7 +37,9 @@ def _register() -> None:
         from vllm.model_executor.model_loader import register_model_loader
 
         from tensorferry.serving.vllm_loader import ModelLoader
-    except ImportError as error:  # its loaders are imported for other formats, too
+    except (
+        ImportError
+    ) as error:  # only a warning, because other load formats import the loaders, too
         warn(f"{_NEEDED}: {error} {_REMEDY}")
     else:
         register_model_loader(LOAD_FORMAT)(ModelLoader)

@@ -1,4 +1,4 @@
-"""vLLM's DefaultModelLoader, with tensors of safetensors files that tensorferry reads."""
+"""A subclass of vLLM's DefaultModelLoader that reads safetensors files with tensorferry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not see vLLM
-    """What vLLM loads models with: it finds or downloads the files, and gives the tensors to the model.
+    """The model loader for vLLM: it finds or downloads the files, and passes the tensors to the model.
 
     Parameters
     ----------
@@ -30,18 +30,18 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
     Raises
     ------
     ValueError, TypeError
-        Another option, one that is not usable, or a ``safetensors_load_strategy``.
+        An option is unknown or invalid, or a ``safetensors_load_strategy`` is set.
     """
 
-    counter_before_loading_weights: float  # theirs
+    counter_before_loading_weights: float  # an attribute of vLLM's class
 
     def __init__(self, load_config: Any) -> None:
-        self._options, theirs = weights.options_of(
+        self._options, program_options = weights.options_of(
             load_config.model_loader_extra_config, ("enable_weights_track",)
         )
         super().__init__(
             dataclasses.replace(
-                load_config, load_format="safetensors", model_loader_extra_config=theirs
+                load_config, load_format="safetensors", model_loader_extra_config=program_options
             )
         )
         self._check_strategy()
@@ -50,13 +50,14 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         strategy = self.load_config.safetensors_load_strategy
         if strategy not in (None, "lazy"):
             raise ValueError(
-                f"safetensors_load_strategy: load format {LOAD_FORMAT!r} has no {strategy!r} (remedy: --load-format "
-                "safetensors)"
+                f"safetensors_load_strategy: {strategy!r} is not supported by load format {LOAD_FORMAT!r} (remedy: "
+                "--load-format safetensors)"
             )
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
-        """Return the tensors of a model's files; in the place of DefaultModelLoader's."""
-        self._check_strategy()  # load_weights() asks for "torchao" where a model is quantised so
+        """Return the tensors of a model's files; overrides the method of DefaultModelLoader."""
+        # Check again, because load_weights() sets the strategy "torchao" for a model with that quantization.
+        self._check_strategy()
         folder, paths, _, index_name = self._prepare_weights(
             source.model_or_path,
             source.subfolder,
@@ -69,7 +70,9 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         skip = functools.partial(should_skip_weight, local_expert_ids=self.local_expert_ids)
-        # Ranks of the stages of a pipeline may load different models; those of a stage load the same, but for experts.
+        # The ranks of a group read the files together, which requires that they load the same tensors. The stages of a
+        # pipeline may load different tensors. The tensor-parallel ranks of one stage load the same, unless experts are
+        # distributed over them.
         ranks = get_tp_group()
         alike = ranks.world_size > 1 and self.local_expert_ids is None
         group = ranks.cpu_group if alike else None

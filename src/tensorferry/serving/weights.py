@@ -1,4 +1,4 @@
-"""What loaders of all programs have in common: their options, and the tensors of the files that a program has found."""
+"""The common part of the loaders for all programs: their options, and reading the tensors from a model's files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BUDGET_NBYTES = 1 << 30
-# A tensor is read with the rest of its first and its last page.
+# A tensor is read together with the rest of its first and last page.
 _PAGES_NBYTES = 2 * 4096
 
 
 class Options(NamedTuple):
-    """What may stand in ``model_loader_extra_config``.
+    """The options in ``model_loader_extra_config``.
 
     Attributes
     ----------
     memory_budget : int or str, optional
-        Bytes of host memory for tensors that the model has not taken yet: a number, or text as ``"4GiB"``. By default
-        1 GiB, or the largest tensor if that is larger.
+        The host memory for tensors that the model has not taken yet: a number of bytes, or a text such as ``"4GiB"``.
+        By default 1 GiB, or the size of the largest tensor if it is larger.
     verify : bool
-        Compare what is read with the checksums kept beside the files, before the model gets it.
+        Verify the bytes read against the checksums in the sidecar files, before the model gets them.
     broadcast : False, True or "auto"
-        Whether ranks of a tensor-parallel model read together: each a part, which the process group hands on.
+        Whether each rank of a tensor-parallel model reads a part of the files and sends it to the others.
     """
 
     memory_budget: int | str | None = None
@@ -37,15 +37,15 @@ class Options(NamedTuple):
     broadcast: Any = "auto"
 
 
-def options_of(given: Any, theirs: tuple[str, ...] = ()) -> tuple[Options, dict[str, Any]]:
-    """Return our options and those that are the program's own; raise ValueError or TypeError for all others."""
+def options_of(given: Any, program_options: tuple[str, ...] = ()) -> tuple[Options, dict[str, Any]]:
+    """Return our options and those of the program; raise ValueError or TypeError for unknown or invalid ones."""
     if not isinstance(given, dict):
         raise TypeError(f"model_loader_extra_config: {given!r} is not a dict")
-    known = (*Options._fields, *theirs)
+    known = (*Options._fields, *program_options)
     for name in given:
         if name not in known:
             raise ValueError(
-                f"model_loader_extra_config: load format {LOAD_FORMAT!r} has no option {name!r} (it has "
+                f"model_loader_extra_config: load format {LOAD_FORMAT!r} has no option {name!r} (options: "
                 f"{', '.join(known)})"
             )
     options = Options(**{name: given[name] for name in Options._fields if name in given})
@@ -54,18 +54,19 @@ def options_of(given: Any, theirs: tuple[str, ...] = ()) -> tuple[Options, dict[
     if not isinstance(options.verify, bool):
         raise TypeError(f"verify: {options.verify!r} is not a bool")
     one_of(options.broadcast, "broadcast", ("auto", True, False))
-    return options, {name: given[name] for name in theirs if name in given}
+    return options, {name: given[name] for name in program_options if name in given}
 
 
 def check_files(paths: Sequence[str], index: Path | None) -> None:
-    """Raise an error for files that are not safetensors, and for what an index names that is not there.
+    """Raise an error if a file is not a safetensors file, or if tensors that the index names are missing.
 
-    Programs look for files only. Where one lacks a tensor, vLLM names a weight without a value, and SGLang goes on.
+    The programs themselves only check that files exist. If a file lacks a tensor, vLLM reports a weight without a
+    value, and SGLang continues without an error.
     """
     for path in paths:
         if not path.endswith(".safetensors"):
             raise ValueError(
-                f"{path!r} is not a safetensors file, and load format {LOAD_FORMAT!r} reads no other (remedy: "
+                f"{path!r} is not a safetensors file, and load format {LOAD_FORMAT!r} reads only those (remedy: "
                 "--load-format auto)"
             )
     if index is not None and index.exists():
@@ -78,7 +79,10 @@ def tensors(
     skip: Callable[[str], bool] = lambda _: False,
     process_group: Any = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors of files, but for those to be skipped; ranks of a group, if one is given, together."""
+    """Yield the names and tensors in the files, except those for which ``skip(name)`` is True.
+
+    With a process group, its ranks may share the reading (see ``broadcast`` in :class:`Options`).
+    """
     sizes = {
         name: one.tensor.nbytes for name, one in stored_tensors(paths).items() if not skip(name)
     }

@@ -1,4 +1,4 @@
-"""Named tensors in files of one directory or several: more than memory holds, at the speed of the drives.
+"""A store of named tensors in files, in one or more directories: for more data than fits into memory.
 
 >>> store = tensorferry.store.TensorStore("/nvme/scratch")  # doctest: +SKIP
 >>> ticket = store.write("layer.0", tensor)  # doctest: +SKIP

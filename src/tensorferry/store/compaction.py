@@ -1,13 +1,16 @@
-"""Compaction: segments of which little is wanted are copied out, and given back to the file system.
+"""Compaction: copying the live pieces out of nearly empty segments, to return the space to the file system.
 
-A segment of a snapshot is never written again, however little of it is still a tensor's, so that rewrites and snapshots
-leave ever more segments behind. When these hold much more than twice the bytes that are wanted, or are many, a thread
-copies what is wanted in the emptiest ones to others. A segment goes as a whole or not at all: both copies are there
-until the names, and the manifest of the last commit, have the new one. So an error, a kill or a full disk leaves
-everything as it was, and data that is damaged stays where it is and is reported to the reader that asks for it.
+A segment is one of the store's files. A piece is the range of a segment that a tensor, or a part of it, occupies. It is
+live if a current tensor or a commit refers to it.
 
-The thread ends when there is nothing to do. It leaves alone what has changed since it looked last: a training that
-rewrites everything empties segments by itself. A write that finds no space compacts before it fails.
+A segment that belongs to a snapshot is read-only, even if few of its bytes belong to current tensors. Rewrites and
+snapshots therefore accumulate segments. When the segments hold much more than twice the bytes in use, or are many, a
+thread copies the live pieces of the emptiest segments to other segments. A segment is evacuated completely or not at
+all: the old pieces remain until the names, and the manifest of the last commit, refer to the copies. So an error, a
+kill or a full disk changes nothing. Damaged data is not copied, and the read of the tensor reports it.
+
+The thread ends when nothing is left to do. It skips segments that have changed since its last pass, because a training
+run that rewrites its tensors empties such segments anyway. A write that finds no space compacts before it fails.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from errno import ECANCELED
 from typing import TYPE_CHECKING, TypeAlias
 
 from tensorferry.errors import StorageError
+from tensorferry.store.allocator import COMPACT_TO_COUNT, COMPACT_TO_NBYTES
 from tensorferry.store.contents import last_kept
-from tensorferry.store.room import COMPACT_TO_COUNT, COMPACT_TO_NBYTES
-from tensorferry.store.transfers import CHUNK_NBYTES, Copier, told
+from tensorferry.store.transfers import CHUNK_NBYTES, Copier, with_context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
     from tensorferry.store.segments import Piece, Segment, StoreDirectory
     from tensorferry.store.tensor_store import TensorStore
 
-    # What is wanted of a segment: whose each piece is, and its checksums.
-    Wanted: TypeAlias = Mapping[Piece, tuple[str, Sequence[int] | None]]
+    # The live pieces of a segment. The value is the name of the piece's tensor and the piece's checksums.
+    PiecesToMove: TypeAlias = Mapping[Piece, tuple[str, Sequence[int] | None]]
 
 _PAUSE_SECONDS = 0.25
-# With so many bytes to give up, or segments, a snapshot does not leave it to the thread.
+# From this excess in bytes, or this number of small segments, snapshot() compacts before it returns, in the caller's
+# thread. Otherwise frequent snapshots would produce segments faster than the background thread removes them.
 HURRY_FROM = 64 << 20, 64
-# To give up a segment that a snapshot has too frees nothing yet: this much must be free for the copies.
+# Evacuating a segment that a snapshot also links to frees no space, so the copies need additional space. This is the
+# space that must remain free on the disk.
 _FREE_NBYTES = 64 << 20
 
 
@@ -50,7 +55,7 @@ def start(store: TensorStore) -> None:
     )
     try:
         store._compactor.start()
-    except RuntimeError:  # the interpreter leaves, or there are too many threads
+    except RuntimeError:  # the interpreter is shutting down, or the system refuses another thread
         store._compactor = None
 
 
@@ -60,74 +65,85 @@ def compact(
     most_count: int,
     before: Mapping[Segment, int] | None = None,
 ) -> list[Segment]:
-    """Give up segments, as far as that can be done; return which ones should be.
+    """Evacuate segments as far as possible. Return the segments that exceeded the limits when the call began.
 
-    Where ``before`` is given, only those are that have as many bytes in use as it says.
+    If ``before`` is given, only segments are evacuated that still have as many bytes in use as it records.
     """
-    room = store._room
+    allocator = store._allocator
     with store._compacting:
         with store._lock:
             store._sweep()
-        room.reclaim()
+        allocator.reclaim()
         with store._lock:
-            if before is None:  # what could not be done before is tried again
-                for segment in room.segments():
+            if before is None:  # an explicit call also retries the segments that failed before
+                for segment in allocator.segments():
                     segment.stuck_at_nbytes = -1
-            found = room.sparse_segments(most_nbytes, most_count)
+            found = allocator.sparse_segments(most_nbytes, most_count)
         mapped = {piece.segment for one in list(store._mapped) for piece in one.pieces}
         chosen = []
         for segment in found:
             if before is not None and before.get(segment) != segment.used_nbytes:
                 continue
             if not segment.frozen:
-                room.retire([segment])  # its free space goes back at once
+                # retire() returns the segment's free space at once. A later pass may evacuate its live pieces.
+                allocator.retire([segment])
+            # Evacuating a segment that is mapped frees nothing, because the mapping keeps its space. After a failed
+            # sync, only checksums can show whether the data is intact.
             elif segment in mapped or (segment.sync_failed and not store._checksums):
                 segment.stuck_at_nbytes = segment.used_nbytes
             else:
                 chosen.append(segment)
-        wanted = _wanted(store, chosen, committed=True) if chosen else {}
+        pieces = _pieces_to_move(store, chosen, committed=True) if chosen else {}
         for segment in chosen:
             used_nbytes = segment.used_nbytes
             try:
-                _give_up(store, segment, wanted.pop(segment))
+                # pop() drops this reference to the pieces, so they are freed after the move.
+                _evacuate(store, segment, pieces.pop(segment))
             except StorageError:
                 if store._ending.is_set():
                     break
                 segment.stuck_at_nbytes = used_nbytes
-            room.reclaim()
+            allocator.reclaim()
         return found
 
 
 def move_out(store: TensorStore, segments: Sequence[Segment]) -> None:
-    """Copy what names have in segments to others; StorageError where it is not what was written."""
+    """Copy the current tensors' pieces in some segments to other segments.
+
+    Raises
+    ------
+    StorageError
+        A piece cannot be read, or does not match its checksums.
+    """
     with store._compacting:
-        for segment, wanted in _wanted(store, segments, committed=False).items():
-            _switch(store, _copied(store, segment.directory, wanted), wanted)
+        for segment, pieces in _pieces_to_move(store, segments, committed=False).items():
+            _refer_to_copies(store, _copy(store, segment.directory, pieces), pieces)
 
 
 def _work(reference: weakref.ref[TensorStore], ending: threading.Event) -> None:
-    seen: dict[Segment, int] = {}
+    seen: dict[Segment, int] = {}  # the used bytes of the segments that the last pass has found
     while not ending.wait(_PAUSE_SECONDS):
         store = reference()
         if store is None:
             return
         try:
             found = compact(store, COMPACT_TO_NBYTES, COMPACT_TO_COUNT, seen)
-        except (ValueError, RuntimeError):  # the store has been closed, or the process leaves
+        except (ValueError, RuntimeError):  # the store was closed, or the process is exiting
             return
         with store._lock:
             seen = {one: one.used_nbytes for one in found if one.used_nbytes != one.stuck_at_nbytes}
             if not seen:
-                store._room.compacted()
+                store._allocator.note_compacted()
                 store._compactor = None
                 return
+        # During the pause, the thread must not keep a store alive that the program has dropped.
         del store
 
 
-def _wanted(
+def _pieces_to_move(
     store: TensorStore, segments: Sequence[Segment], *, committed: bool
 ) -> dict[Segment, dict[Piece, tuple[str, Sequence[int] | None]]]:
-    """Return what names have in segments, and the last commit if that is asked for."""
+    """Return the pieces of the current tensors in some segments; with ``committed``, also those of the commits."""
     found: dict[Segment, dict[Piece, tuple[str, Sequence[int] | None]]]
     found = {segment: {} for segment in segments}
     with store._lock:
@@ -145,57 +161,63 @@ def _wanted(
     return found
 
 
-def _give_up(store: TensorStore, segment: Segment, wanted: Wanted) -> None:
-    """Move all that is wanted out of a segment, which is dropped then; StorageError, and it stays as it is."""
+def _evacuate(store: TensorStore, segment: Segment, pieces: PiecesToMove) -> None:
+    """Move all live pieces out of a segment, which is then dropped. On StorageError nothing changes."""
     directory = segment.directory
-    if not wanted:  # it has gone, or will
+    if not pieces:  # the segment has been dropped, or will be once transfers have ended
         return
-    # What else it has is a transfer's, and goes with that.
-    if sum(directory.rounded(piece.nbytes) for piece in wanted) != segment.used_nbytes:
+    # If more space is in use, a transfer holds other pieces, and the segment could not be dropped.
+    if sum(directory.rounded(piece.nbytes) for piece in pieces) != segment.used_nbytes:
         raise _cancelled()
+    # All links except the store's own name are those of snapshots.
     links = os.fstat(segment.file.descriptor).st_nlink - (segment.name is not None)
     if links > 0:
         with contextlib.suppress(OSError):
             disk = os.statvfs(directory.path)
             if disk.f_bavail * disk.f_frsize < _FREE_NBYTES + segment.used_nbytes:
                 raise _cancelled()
-    moved = _copied(store, directory, wanted)
+    moved = _copy(store, directory, pieces)
     with store._committing:
         store._check_open()
         committed = list(store._committed)
         if any(piece in moved for one in store._previous for piece in one.pieces()):
-            raise _cancelled()  # the commit before will be dropped, and its space be free
+            raise _cancelled()  # the previous commit will be dropped soon, which frees the space
         if any(piece in moved for one in committed for piece in one.pieces()):
-            if len(committed) > 1:  # a commit has failed: which one the manifest has is not known
+            # After a failed commit it is unknown which of the two commits the manifest on the disk names.
+            if len(committed) > 1:
                 raise _cancelled()
-            store._publish(committed[0].moved(moved), sync=store._committed_sync)
-        _switch(store, moved, wanted)
+            store._publish(committed[0].with_pieces_moved(moved), sync=store._committed_sync)
+        _refer_to_copies(store, moved, pieces)
 
 
-def _copied(store: TensorStore, directory: StoreDirectory, wanted: Wanted) -> dict[Piece, Piece]:
-    """Copy pieces to others of the same directory, verified; return which one is where."""
+def _copy(
+    store: TensorStore, directory: StoreDirectory, pieces: PiecesToMove
+) -> dict[Piece, Piece]:
+    """Copy pieces within a directory, and verify them. Return the copy of each piece."""
     moved: dict[Piece, Piece] = {}
-    if not wanted:
+    if not pieces:
         return moved
-    ahead_nbytes = sum(directory.rounded(piece.nbytes) for piece in wanted)
-    copier = Copier(max(piece.nbytes for piece in wanted), background=True)
-    for piece, (name, sums) in wanted.items():
+    ahead_nbytes = sum(directory.rounded(piece.nbytes) for piece in pieces)
+    copier = Copier(max(piece.nbytes for piece in pieces), background=True)
+    for piece, (name, sums) in pieces.items():
         if store._ending.is_set():
             raise _cancelled()
         try:
-            moved[piece] = store._room.take_piece(piece.nbytes, ahead_nbytes, [directory])
+            moved[piece] = store._allocator.allocate_piece(piece.nbytes, ahead_nbytes, [directory])
             copier.copy(piece, sums, CHUNK_NBYTES, moved[piece])
         except StorageError as error:
-            raise told([error], f"moving tensor {name!r}") from None
+            raise with_context([error], f"moving tensor {name!r}") from None
         ahead_nbytes -= directory.rounded(piece.nbytes)
     copier.finish()
     return moved
 
 
-def _switch(store: TensorStore, moved: Mapping[Piece, Piece], wanted: Wanted) -> None:
-    """Have names refer to the copies."""
+def _refer_to_copies(
+    store: TensorStore, moved: Mapping[Piece, Piece], pieces: PiecesToMove
+) -> None:
+    """Replace the moved pieces with their copies in all versions of the tensors."""
     with store._lock:
-        for name, _ in wanted.values():
+        for name, _ in pieces.values():
             version = store._names.get(name)
             while version is not None:
                 if version.pieces is not None and any(one in moved for one in version.pieces):

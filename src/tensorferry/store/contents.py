@@ -1,4 +1,4 @@
-"""All that a store has at one moment: to be written down, or as it was read."""
+"""The contents of a store at one moment, for writing to a manifest, and the opening of contents from a manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredSegment, StoredTensor
-from tensorferry.store.ownership import busy, writer_of
+from tensorferry.store.ownership import busy_error, writer_of
 from tensorferry.store.segments import Extent, Piece, Segment, StoreDirectory
 from tensorferry.store.transfers import CHUNK_NBYTES, TensorVersion
 from tensorferry.transfer.runtime import with_descriptors
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from array import array as numbers
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tensorferry.store.room import Room
+    from tensorferry.store.allocator import SegmentAllocator
     from tensorferry.store.tensors import TensorInfo
     from tensorferry.transfer.runtime import AnyScheduler
 
 
-class Kept(NamedTuple):
-    """A tensor: what it is, where it lies, and the CRC-32s of each piece."""
+class KeptTensor(NamedTuple):
+    """A stored tensor: its description, its pieces (ranges of segments), and for each piece the CRC-32s of its chunks.
+
+    ``chunks`` is None if the store has no checksums.
+    """
 
     info: TensorInfo
     pieces: tuple[Piece, ...]
@@ -34,9 +37,13 @@ class Kept(NamedTuple):
 
 
 class StoreContents:
-    """What has been kept, by name, with a record, and the segments that it is in. None of it is written over."""
+    """The tensors and the record of a commit or a snapshot. Its pieces are not overwritten while this object exists.
 
-    def __init__(self, record: bytes, tensors: Mapping[str, Kept]) -> None:
+    The record is data of the program that is stored with them. ``segments`` are the segments of the pieces, and
+    ``pieces_in`` has, for each of these segments, its pieces with their checksums.
+    """
+
+    def __init__(self, record: bytes, tensors: Mapping[str, KeptTensor]) -> None:
         self.record = record
         self.tensors = tensors
         numbers: dict[Segment, int] = {}
@@ -50,22 +57,22 @@ class StoreContents:
         self.segments = list(numbers)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield where all of it lies."""
+        """Yield all pieces of all tensors."""
         for kept in self.tensors.values():
             yield from kept.pieces
 
-    def moved(self, places: Mapping[Piece, Piece]) -> StoreContents:
-        """Return the same, where some pieces have been copied elsewhere."""
+    def with_pieces_moved(self, copies: Mapping[Piece, Piece]) -> StoreContents:
+        """Return the same contents with some pieces replaced by their copies."""
         return StoreContents(
             self.record,
             {
-                name: kept._replace(pieces=tuple(places.get(one, one) for one in kept.pieces))
+                name: kept._replace(pieces=tuple(copies.get(one, one) for one in kept.pieces))
                 for name, kept in self.tensors.items()
             },
         )
 
     def manifest(self, run: str, directory_count: int, segments: Sequence[StoredSegment]) -> bytes:
-        """Return the manifest, with the segments as they are called there."""
+        """Return the bytes of a manifest for these contents. ``segments`` describes the files of :attr:`segments`."""
         numbers = {segment: number for number, segment in enumerate(self.segments)}
         tensors = {
             name: StoredTensor(
@@ -81,7 +88,7 @@ class StoreContents:
 
 
 def last_kept(version: TensorVersion | None) -> TensorVersion | None:
-    """Return the newest version, from one back, whose write has ended well."""
+    """Return the newest version with a successful write, starting from ``version`` and going back."""
     while version is not None and (version.write is not None or version.pieces is None):
         version = version.previous
     return version
@@ -91,58 +98,62 @@ def open_stored(
     paths: Sequence[str],
     schedulers: Sequence[AnyScheduler],
     direct: str,
-    room: Room,
+    allocator: SegmentAllocator,
     *,
     previous: bool,
 ) -> tuple[bytes, dict[str, TensorVersion]]:
-    """Return the record and the tensors of what is stored in directories, which are the room's then."""
+    """Open the files of a store for reading, and register their pieces. Return the record and the tensors."""
     names = manifests.names_in(paths[0]) or [manifests.NAME]
-    if (
-        previous and len(names) == 1
-    ):  # the last one was moved aside, and a kill came before the next one
+    # A process that was killed within a commit may have renamed the last manifest and not written a new one.
+    if previous and len(names) == 1:
         names = [manifests.PREVIOUS_NAME] * 2
     path = os.path.join(paths[0], names[previous])  # noqa: PTH118
     before: Manifest | None = None
     while True:
-        # Its store may have committed again, written over what this one names, and ended, just before it was asked for.
+        # The store that wrote the manifest may still be running. While this process reads, it may overwrite data that
+        # the manifest names, commit again, and end; a check for a writer before the read could miss it. So the check
+        # comes after the read, and then read() verifies that no commit has replaced the manifest's file meanwhile.
         manifest = manifests.read(path, lambda manifest: _check_no_writer(paths[0], manifest.run))
         try:
-            directories, segments = _opened(paths, manifest, schedulers, direct)
+            directories, segments = _open_segments(paths, manifest, schedulers, direct)
             break
         except StorageError as error:
-            # Another store's first commit may just have replaced this one.
+            # The first commit of another store in this directory may have replaced the manifest and removed the files.
+            # Read the new manifest, but give up if the manifest is unchanged.
             if error.errno != errno.ENOENT or manifest == before:
                 raise
             before = manifest
-    room.directories[:] = directories
+    allocator.directories[:] = directories
     versions = {}
     for name, stored in manifest.tensors.items():
-        places = [
+        extents = [
             Extent(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
         ]
-        version = versions[name] = TensorVersion(stored.info, room.adopt(places), None)
+        version = versions[name] = TensorVersion(stored.info, allocator.adopt(extents), None)
         version.chunks = stored.chunks
         version.chunk_nbytes = manifest.chunk_nbytes
     return manifest.record, versions
 
 
 def _check_no_writer(directory: str, run: str) -> None:
+    """Raise StorageError (EBUSY) if the store with this run is still open, and may overwrite the data of its commit."""
     writer = writer_of(directory)
     if writer is not None and writer[1] == run:
-        raise busy(
+        raise busy_error(
             directory,
             writer[0],
-            "goes on writing over what it has committed here; remedy: a snapshot of it",
+            "is open, and may overwrite the data of its commit; remedy: close that store, or open a snapshot of it",
         )
 
 
-def _opened(
+def _open_segments(
     paths: Sequence[str], manifest: Manifest, schedulers: Sequence[AnyScheduler], direct: str
 ) -> tuple[list[StoreDirectory], list[Segment]]:
     if len(paths) != manifest.directory_count:
         raise StorageError(
             None,
-            f"what is stored here lies in {manifest.directory_count} directories, and {len(paths)} are given",
+            f"the store has {manifest.directory_count} directories (got {len(paths)}; remedy: pass all directories, in "
+            "the order in which the store was created)",
             paths[0],
         )
     directories = [
@@ -164,9 +175,9 @@ def _opened(
 def _open_segment(directory: StoreDirectory, name: str, end: int, direct: str) -> _core.File:
     path = os.path.join(directory.path, name)  # noqa: PTH118
 
-    def opened() -> _core.File:
+    def open_file() -> _core.File:
         try:
-            # Not through a link to somewhere else, and not waiting for the other end of a pipe.
+            # The directory is untrusted: do not follow a symbolic link, and do not block on a FIFO.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags)
         except OSError as error:
@@ -176,10 +187,12 @@ def _open_segment(directory: StoreDirectory, name: str, end: int, direct: str) -
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size < end:
                 raise StorageError(
-                    None, f"this is no regular file of {end} bytes, as the manifest says", path
+                    None,
+                    f"it is not a regular file of at least {end} bytes (the manifest's size)",
+                    path,
                 )
             return _core.file_from_descriptor(descriptor, False, direct)
         finally:
             os.close(descriptor)
 
-    return with_descriptors(directory.scheduler, opened)
+    return with_descriptors(directory.scheduler, open_file)

@@ -1,14 +1,16 @@
-"""What a stored store has, as text: names, what each tensor is, where it lies, and its CRC-32s.
+"""The manifest of a committed store or a snapshot: the names, descriptions, pieces and CRC-32s of its tensors, as JSON.
 
-The first line says what follows, and its CRC-32; the second one has the rest:
+The first line has the size and the CRC-32 of the second line, which has all data:
 
     {"format": "tensorferry.store", "version": 1, "nbytes": 4711, "crc32": 123456}
     {"run": ..., "directories": 1, "chunk_nbytes": ..., "record": ..., "segments": [...], "tensors": [...]}
 
-``segments``: ``[directory, name, nbytes]``. ``tensors``: ``[name, dtype, shape, nbytes, pieces, checksums]``, where a
-piece is ``[segment, offset, nbytes]``, and checksums are one base64 text (32-bit numbers, little-endian) a piece.
+"run" is the random identifier in the file names of the store object that wrote the manifest. "record" is data of the
+program, in base64. Each segment, which is a file with tensors, is ``[directory, name, nbytes]``. Each tensor is
+``[name, dtype, shape, nbytes, pieces, checksums]``. A piece is the range ``[segment, offset, nbytes]`` of a segment.
+The checksums of a piece, one for each ``chunk_nbytes`` of it, are a base64 text of 32-bit little-endian numbers.
 
-Manifests may be anybody's: nothing of one is used before all of it has been looked at.
+A manifest is untrusted input: it is validated completely before any part of it is used.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NAME = "tensorferry-store.json"
-# The manifest of the commit before, where that is kept; moved aside before the new one gets its name.
+# The manifest of the previous commit, if it is kept: a commit renames the existing manifest to this name before it
+# renames the new manifest to NAME.
 PREVIOUS_NAME = "tensorferry-store-previous.json"
 FORMAT, VERSION = "tensorferry.store", 1
 
-# Pieces begin at multiples of it wherever they were written.
+# Pieces begin at multiples of this, on every file system.
 _ALIGNMENT = 4096
 _MAX_NBYTES = 1 << 30
 _MAX_HEAD_NBYTES = 4096
@@ -46,7 +49,7 @@ _SEGMENT_NAME = re.compile(r"tensorferry-([0-9a-f]{16})-\d{1,10}-\d{1,10}\.segme
 
 
 class StoredSegment(NamedTuple):
-    """A file: which directory it is in, its name there, and the size that it has at least."""
+    """A segment file: the number of its directory, its name there, and its minimum size."""
 
     directory: int
     name: str
@@ -54,7 +57,7 @@ class StoredSegment(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor: what it is, its pieces (segment, offset, bytes), and the CRC-32s of each."""
+    """A tensor: its description, its pieces (segment, offset, nbytes), and for each piece the CRC-32s of its chunks."""
 
     info: TensorInfo
     pieces: tuple[tuple[int, int, int], ...]
@@ -62,7 +65,7 @@ class StoredTensor(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All of it."""
+    """The content of a manifest. The fields are those of the JSON in the module's description."""
 
     run: str
     directory_count: int
@@ -73,23 +76,23 @@ class Manifest(NamedTuple):
 
 
 def new_run() -> str:
-    """Return what files of one store have in their names, and those of no other."""
+    """Return a random identifier for the file names of one store."""
     return os.urandom(8).hex()
 
 
 def segment_prefix(run: str, directory: int) -> str:
-    """Return what the names of a directory's segments begin with."""
+    """Return the prefix of the names of a directory's segments."""
     return f"tensorferry-{run}-{directory}-"
 
 
 def run_of(name: str) -> str | None:
-    """Return the run that a segment's name is of; None for the name of something else."""
+    """Return the run in a segment's file name, or None if it is not the name of a segment."""
     match = _SEGMENT_NAME.fullmatch(name)
     return None if match is None else match[1]
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Return a manifest as it is stored."""
+    """Return the bytes of a manifest."""
     body = json.dumps(
         {
             "run": manifest.run,
@@ -112,7 +115,9 @@ def to_bytes(manifest: Manifest) -> bytes:
         separators=(",", ":"),
     ).encode()
     if len(body) > _MAX_NBYTES:
-        raise ValueError(f"the manifest has {len(body)} bytes, more than the {_MAX_NBYTES} it may")
+        raise ValueError(
+            f"the manifest has {len(body)} bytes, more than the limit of {_MAX_NBYTES}"
+        )
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -123,7 +128,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the names of manifests in a directory: of the last commit, and of the one before if it is kept."""
+    """Return the file names of the manifests in a directory: of the last commit, and of the previous one if kept."""
     return [
         name
         for name in (NAME, PREVIOUS_NAME)
@@ -131,25 +136,30 @@ def names_in(directory: str) -> list[str]:
     ]
 
 
-def opened(path: str) -> BinaryIO:
-    """Open a file that may be anybody's, and is not waited for."""
+def open_untrusted(path: str) -> BinaryIO:
+    """Open an untrusted file. O_NONBLOCK keeps open() from waiting for the writer of a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return open(descriptor, "rb")
-    except BaseException:  # it is a directory
+    except BaseException:  # for example, IsADirectoryError
         os.close(descriptor)
         raise
 
 
 def read(path: str, still_valid: Callable[[Manifest], None] | None = None) -> Manifest:
-    """Read and check a manifest; StorageError where there is none, or it cannot be trusted.
+    """Read and validate a manifest.
 
-    Where ``still_valid`` is given it is asked, and when another manifest has taken the place of the one it was asked
-    about, that one is read.
+    ``still_valid`` is called with the manifest, and may raise. If the file was replaced before ``still_valid``
+    returned, the new file is read.
+
+    Raises
+    ------
+    StorageError
+        The manifest does not exist, cannot be read, or is invalid.
     """
     while True:
         try:
-            with opened(path) as file:
+            with open_untrusted(path) as file:
                 manifest = from_bytes(file.read(_MAX_HEAD_NBYTES + _MAX_NBYTES + 1))
                 if still_valid is None:
                     return manifest
@@ -165,14 +175,14 @@ def read(path: str, still_valid: Callable[[Manifest], None] | None = None) -> Ma
         except (ValueError, RecursionError) as error:
             raise StorageError(
                 None,
-                f"no manifest of a store that can be used: {error} (remedy: open a snapshot or another copy; to begin "
-                "anew in this directory, remove tensorferry-* from it, the tensors too)",
+                f"the manifest of the store is unusable: {error} (remedy: open a snapshot or another copy; to create a "
+                "new store in this directory, remove tensorferry-* from it, which deletes the tensors)",
                 path,
             ) from None
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Return what a manifest says; ValueError where that is not sound."""
+    """Parse and validate a manifest. Raise ValueError if it is invalid."""
     line, _, rest = data.partition(b"\n")
     if len(line) > _MAX_HEAD_NBYTES:
         raise ValueError("its first line is too long")
@@ -180,21 +190,23 @@ def from_bytes(data: bytes) -> Manifest:
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ValueError("its first line is not that of a store")
     if head.get("version") != VERSION:
-        raise ValueError(f"it is of version {head.get('version')!r}, and only {VERSION} is known")
+        raise ValueError(
+            f"it has version {head.get('version')!r}, and this tensorferry reads version {VERSION}"
+        )
     body = rest.removesuffix(b"\n")
     if head.get("nbytes") != len(body) or head.get("crc32") != zlib.crc32(body):
         raise ValueError(
-            "it is not whole (likely cause: a power cut after a commit without sync=True)"
+            "it is incomplete or damaged (likely cause: a power cut after a commit without sync=True)"
         )
-    return _checked(_json(body, "body"))
+    return _validate(_json(body, "body"))
 
 
-def _checked(body: Any) -> Manifest:
+def _validate(body: Any) -> Manifest:
     if not isinstance(body, dict):
-        raise ValueError("its body is no object")
+        raise ValueError("its body is not an object")
     run = body.get("run")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run, re.ASCII):
-        raise ValueError(f"run {run!r} is none")
+        raise ValueError(f"run {run!r} is invalid")
     count = _integer(body.get("directories"), 1, _MAX_DIRECTORIES, "directories")
     chunk = _integer(body.get("chunk_nbytes"), 4096, 4 << 20, "chunk_nbytes")
     segments = [_segment(one, count) for one in _list(body.get("segments"), 3, "segments")]
@@ -204,7 +216,7 @@ def _checked(body: Any) -> Manifest:
     for one in _list(body.get("tensors"), 6, "tensors"):
         name, dtype, shape, nbytes, pieces, chunks = one
         if not isinstance(name, str) or name in tensors:
-            raise ValueError(f"tensor {name!r} has no name of its own")
+            raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
         try:
             tensors[name] = _tensor(dtype, shape, nbytes, pieces, chunks, segments, chunk)
         except ValueError as error:
@@ -216,7 +228,7 @@ def _segment(one: list[Any], directory_count: int) -> StoredSegment:
     directory, name, nbytes = one
     _integer(directory, 0, directory_count - 1, "a segment's directory")
     if not isinstance(name, str) or run_of(name) is None:
-        raise ValueError(f"{name!r} is no segment's name")
+        raise ValueError(f"{name!r} is not the name of a segment")
     return StoredSegment(directory, name, _integer(nbytes, 0, MAX_FILE_NBYTES, "a segment's size"))
 
 
@@ -236,19 +248,22 @@ def _tensor(
         _integer(size, 1, MAX_FILE_NBYTES, "a piece's size")
         _integer(offset, 0, segments[segment].nbytes - size, "a piece's offset")
         if offset % _ALIGNMENT != 0:
-            raise ValueError(f"a piece begins at {offset}, which is no multiple of {_ALIGNMENT}")
+            raise ValueError(f"a piece begins at {offset}, which is not a multiple of {_ALIGNMENT}")
         found.append((segment, offset, size))
     if sum(size for _, _, size in found) != info.nbytes:
-        raise ValueError(f"its pieces have not the {info.nbytes} bytes that it has")
+        raise ValueError(f"its pieces do not have the {info.nbytes} bytes of the tensor")
     sizes = [size for _, _, size in found]
     if len(sizes) > 1 and (
         len(set(sizes[:-1])) > 1 or sizes[0] % _ALIGNMENT or sizes[-1] > sizes[0]
     ):
-        raise ValueError(f"its pieces are not of one size: {sizes}")
+        raise ValueError(
+            f"all of its pieces except the last must have the same size, a multiple of {_ALIGNMENT}, and the last must "
+            f"not be larger (got {sizes})"
+        )
     if chunks is None:
         return StoredTensor(info, tuple(found), None)
     if not isinstance(chunks, list) or len(chunks) != len(found):
-        raise ValueError("its checksums are not those of its pieces")
+        raise ValueError("its checksums are not a list with one entry for each of its pieces")
     sums = [_numbers(text) for text in chunks]
     for of_piece, size in zip(sums, sizes, strict=True):
         if len(of_piece) != -(-size // chunk_nbytes):
@@ -260,15 +275,15 @@ def _json(text: bytes, what: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"its {what} is no JSON: {error}") from None
+        raise ValueError(f"its {what} is not JSON: {error}") from None
 
 
 def _list(value: Any, length: int, what: str) -> Iterable[list[Any]]:
     if not isinstance(value, list):
-        raise ValueError(f"{what} are no list")
+        raise ValueError(f"{what} is not a list")
     for one in value:
         if not isinstance(one, list) or len(one) != length:
-            raise ValueError(f"one of the {what} has not {length} parts")
+            raise ValueError(f"one of the {what} does not have {length} items")
     return value
 
 
@@ -284,7 +299,7 @@ def _base64(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("a base64 text is none") from None
+        raise ValueError("a text is not valid base64") from None
 
 
 def _text_of(sums: numbers[int]) -> str:
@@ -294,7 +309,7 @@ def _text_of(sums: numbers[int]) -> str:
 def _numbers(text: Any) -> numbers[int]:
     data = _base64(text)
     if len(data) % 4 != 0:
-        raise ValueError("its checksums are no 32-bit numbers")
+        raise ValueError("its checksums are not 32-bit numbers")
     return _little_endian(numbers("I", data))
 
 

@@ -1,7 +1,9 @@
-"""Whose a directory is: one store at a time writes files with names into it.
+"""Ownership of a directory: only one store at a time writes named files into it.
 
-A lock on one small file says so, which the kernel drops with its holder. The file has the holder's process and run, for
-messages, and for who reads what a store that is still alive has committed. It stays in the directory.
+The store holds a lock on a small file in the directory. The kernel releases the lock when the process ends. The file
+contains the process ID and the run of the holder (the random identifier in its file names), for messages and for
+processes that open a commit of a store that is still writing. The file stays in the directory: if it were removed, two
+stores could lock different files of this name.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ _MAX_NBYTES = 4096
 
 
 class Ownership:
-    """A store's, of one directory; StorageError (EBUSY) where it is another's."""
+    """The exclusive ownership of one directory. The constructor raises StorageError (EBUSY) if another store has it."""
 
     def __init__(self, directory: str, run: str) -> None:
         path = os.path.join(directory, LOCK_NAME)  # noqa: PTH118
         try:
             descriptor = open_lock_file(path)
             try:
-                mine = set_lock(descriptor, fcntl.F_WRLCK)
-                if mine:
+                is_locked_here = set_lock(descriptor, fcntl.F_WRLCK)
+                if is_locked_here:
                     os.ftruncate(descriptor, 0)
                     os.pwrite(
                         descriptor, json.dumps({"process": os.getpid(), "run": run}).encode(), 0
@@ -40,31 +42,32 @@ class Ownership:
             raise StorageError(
                 error.errno, f"{error.strerror} (locking the directory of a store)", path
             ) from None
-        if not mine:
+        if not is_locked_here:
             process, _ = _holder(descriptor)
             os.close(descriptor)
-            raise busy(directory, process, "writes into this directory")
+            raise busy_error(directory, process, "writes into this directory")
         lock_descriptors.add(descriptor)
         self._descriptor = descriptor
-        self._dropped = when_dropped(self, _leave, descriptor)
+        self._dropped = when_dropped(self, _unlock, descriptor)
 
-    def leave(self) -> None:
-        """Let others have the directory."""
-        # Not by the finalizer, which is called once only: Ctrl-C may come in the middle, and then this is called again.
-        _leave(self._descriptor)
+    def release(self) -> None:
+        """Release the directory for other stores."""
+        # A finalizer runs only once. If Ctrl-C interrupts the unlock, the finalizer must remain for another attempt, so
+        # this calls the function directly and detaches the finalizer afterwards.
+        _unlock(self._descriptor)
         self._dropped.detach()
 
 
-def busy(directory: str, process: int | None, what: str) -> StorageError:
-    """Build the exception for a directory that is another store's."""
-    whose = "another process" if process is None else f"process {process}"
+def busy_error(directory: str, process: int | None, reason: str) -> StorageError:
+    """Return the exception for a directory that another store uses."""
+    holder = "another process" if process is None else f"process {process}"
     return StorageError(
-        errno.EBUSY, f"{os.strerror(errno.EBUSY)} (a store of {whose} {what})", directory
+        errno.EBUSY, f"{os.strerror(errno.EBUSY)} (a store of {holder} {reason})", directory
     )
 
 
 def writer_of(directory: str) -> tuple[int | None, str] | None:
-    """Return process and run of the store that writes into a directory; None where there is none."""
+    """Return the process ID and the run of the store that writes into a directory, or None if there is none."""
     try:
         descriptor = os.open(
             os.path.join(directory, LOCK_NAME),  # noqa: PTH118
@@ -82,11 +85,11 @@ def writer_of(directory: str) -> tuple[int | None, str] | None:
 
 def _holder(descriptor: int) -> tuple[int | None, str]:
     try:
-        told = json.loads(os.pread(descriptor, _MAX_NBYTES, 0))
-        return int(told["process"]), str(told["run"])
+        content = json.loads(os.pread(descriptor, _MAX_NBYTES, 0))
+        return int(content["process"]), str(content["run"])
     except (ValueError, TypeError, KeyError, OSError):
         return None, ""
 
 
-def _leave(descriptor: int) -> None:
+def _unlock(descriptor: int) -> None:
     lock_descriptors.unlock(descriptor, lambda: set_lock(descriptor, fcntl.F_UNLCK))

@@ -1,8 +1,9 @@
-"""The files of a store: segments in its directories, and which parts of them are tensors'.
+"""The segments of a store, which are the files in its directories, and the pieces of tensors in them.
 
-A segment gets all its space when it is made, so that a full disk is found then. It is dropped when nothing in it is
-wanted and nothing more is written to it; until then its space is used again. Tables change under the lock of the store;
-files are made and closed without it, because a slow drive must not stop the others.
+All space of a segment is allocated when it is created, so a full disk is reported at that time. Freed space is reused.
+A frozen segment is read-only: its freed space is not reused, and it is dropped once it has no pieces. The tables of
+segments and free ranges, and the counters of bytes, change under the store's lock. Files are created and closed without
+it, because a slow drive must not block calls that use other drives.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ if TYPE_CHECKING:
 
     from tensorferry.transfer.runtime import AnyScheduler
 
-# Extents begin and end at multiples of it: of pages, for mapping, and of what drives want.
+# Extents begin and end at multiples of this number. It is a multiple of the page size, which mapping requires, and of
+# 4096, which direct I/O requires.
 GRANULARITY = max(4096, mmap.PAGESIZE)
-# And of blocks, where a file system has larger ones: the page cache writes them whole, over what lies beside a tensor's
-# end and passes it. XFS has up to 64 KiB; what network file systems tell may be a megabyte and means something else.
+# If a file system has larger blocks, up to this size, extents also begin and end at multiples of a block. Otherwise the
+# page cache, which writes whole blocks, could overwrite the neighbour of a tensor that is written with direct I/O. XFS
+# supports blocks of up to 64 KiB. A larger f_bsize, which network file systems report, is a preferred I/O size and not
+# a block size.
 _MAX_BLOCK_NBYTES = 64 << 10
 
-# After so many segments of a directory the next ones are twice as large: 320 descriptors are 2 TiB at 64 MiB. Segments
-# below the size that was chosen have a part of all space that is not smaller than one in so many.
+# After this number of segments in a directory, the next ones are twice as large. So 320 descriptors suffice for 2 TiB
+# with segments of 64 MiB. A segment that is smaller than the store's segment size has at least 1/32 of the space of all
+# segments.
 _COUNT_OF_A_SIZE = 32
-# The first segment, where it is not known how much will be written. The next ones double all space.
+# The size of the first segment, if the total is unknown. Each of the next segments doubles the total.
 _FIRST_NBYTES = 1 << 20
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,7 +49,7 @@ _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT,
 
 
 class Segment:
-    """One file: in the core's hands, and how much of it is wanted."""
+    """One file of a store, with the amount of its space in use."""
 
     __slots__ = (
         "directory",
@@ -54,7 +59,7 @@ class Segment:
         "name",
         "nbytes",
         "number",
-        "promised",
+        "reserved",
         "stuck_at_nbytes",
         "sync_failed",
         "used_nbytes",
@@ -72,22 +77,22 @@ class Segment:
         self.number = number
         self.file = file
         self.nbytes = nbytes
-        self.held_nbytes = nbytes  # space on the drive: less than its size once it has holes
-        self.used_nbytes = 0  # of it, what is wanted
-        self.name = name  # None: it has none
-        self.frozen = False  # nothing will be written to it any more
-        self.promised = False  # reserved by the user: not given back
-        self.stuck_at_nbytes = -1  # with so much in it, it could not be copied out
-        self.sync_failed = False  # some of it may never have reached the drive
+        self.held_nbytes = nbytes  # space on the drive, less than the size once it has holes
+        self.used_nbytes = 0  # the space of its pieces
+        self.name = name  # None for an unnamed file
+        self.frozen = False  # read-only from now on
+        self.reserved = False  # reserve() has promised its space: compaction must not return it
+        self.stuck_at_nbytes = -1  # the value of used_nbytes with which compaction failed
+        self.sync_failed = False  # some of its data may not have reached the drive
 
     @property
     def is_small(self) -> bool:
-        """Whether it is hardly worth its descriptor."""
+        """Whether the segment has too few bytes in use to be worth its descriptor."""
         return self.frozen and 4 * self.used_nbytes < max(self.nbytes, self.directory.first_nbytes)
 
 
 class Extent(NamedTuple):
-    """Bytes of a segment, up to where the next tensor may begin."""
+    """A range of a segment. Its space is ``nbytes`` rounded up to the directory's granularity."""
 
     segment: Segment
     offset: int
@@ -95,20 +100,21 @@ class Extent(NamedTuple):
 
 
 class Piece:
-    """A place that a tensor, or a part of one, has. It is free when nothing refers to this object any more.
+    """The extent of a tensor, or of a part of a tensor. The extent is freed once nothing refers to this object.
 
-    The garbage collector may notice that anywhere: so a weak reference only notes it, without any bytecode that Ctrl-C
-    could come between, for the store's next call.
+    The garbage collector may drop the last reference at any point of any thread. The callback of a weak reference
+    therefore only adds the reference to a list of freed pieces, in a single C call that KeyboardInterrupt cannot
+    divide. The store's next call frees the space.
     """
 
     __slots__ = ("__weakref__", "nbytes", "offset", "segment")
 
-    def __init__(self, place: Extent) -> None:
-        self.segment, self.offset, self.nbytes = place
+    def __init__(self, extent: Extent) -> None:
+        self.segment, self.offset, self.nbytes = extent
 
 
 class StoreDirectory:
-    """One of a store's directories, with its segments and its workers."""
+    """One of a store's directories, with its segments and its scheduler."""
 
     def __init__(
         self,
@@ -124,82 +130,83 @@ class StoreDirectory:
         self.weight = weight
         self.scheduler = scheduler
         self.segments: dict[int, Segment] = {}
-        self.used_nbytes = 0
-        self.held_nbytes = 0  # all space that segments have
-        self.growing = threading.RLock()  # held by the thread that makes a segment
+        self.used_nbytes = 0  # the space of all pieces
+        self.held_nbytes = 0  # the space of all segments
+        self.growing = threading.RLock()  # held by the thread that creates a segment
+        # Whether a thread is creating a segment. Other threads read this without waiting for `growing`.
         self.is_growing = False
-        self.dropped: deque[Segment] = deque()  # still to be closed
+        self.dropped: deque[Segment] = deque()  # segments with files that must still be closed
         self._numbers = itertools.count()
         self._direct = direct
         self._granularity = _granularity_of(path)
         self._segment_nbytes = self.rounded(segment_nbytes)
         self.first_nbytes = min(_FIRST_NBYTES, self._segment_nbytes)
-        self._prefix = prefix  # of segments' names; None: they have none
+        self._prefix = prefix  # the prefix of the segments' names; None for unnamed files
         self._space = Space()
 
     @property
     def free_nbytes(self) -> int:
-        """Reserved space that nothing has."""
+        """The space in segments that no piece occupies."""
         return self._space.free_nbytes
 
     def rounded(self, nbytes: int) -> int:
-        """Return the space that so many bytes take."""
+        """Return the space for ``nbytes``, rounded up to the granularity."""
         return -(-nbytes // self._granularity) * self._granularity
 
     def has_gap(self, nbytes: int) -> bool:
-        """Return whether so many bytes can be taken."""
+        """Return whether ``nbytes`` can be allocated without a new segment."""
         return self._space.largest_nbytes >= self.rounded(nbytes)
 
-    def take(self, nbytes: int) -> Extent | None:
-        """Return space of what is free; None where no gap is as large."""
-        found = self._space.take(self.rounded(nbytes))
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Allocate an extent in a free range, or return None if no gap is large enough."""
+        found = self._space.allocate(self.rounded(nbytes))
         if found is None:
             return None
-        place = Extent(self.segments[found[0]], found[1], nbytes)
-        self.count(place)
-        return place
+        extent = Extent(self.segments[found[0]], found[1], nbytes)
+        self.account(extent)
+        return extent
 
-    def count(self, place: Extent) -> None:
-        """Know of a place that is taken."""
-        place.segment.used_nbytes += self.rounded(place.nbytes)
-        self.used_nbytes += self.rounded(place.nbytes)
+    def account(self, extent: Extent) -> None:
+        """Add an allocated extent to the counters."""
+        extent.segment.used_nbytes += self.rounded(extent.nbytes)
+        self.used_nbytes += self.rounded(extent.nbytes)
 
-    def give(self, place: Extent) -> None:
-        """Take space back."""
-        segment, nbytes = place.segment, self.rounded(place.nbytes)
+    def free(self, extent: Extent) -> None:
+        """Free an extent. A frozen segment is dropped with its last extent."""
+        segment, nbytes = extent.segment, self.rounded(extent.nbytes)
         segment.used_nbytes -= nbytes
         self.used_nbytes -= nbytes
         if not segment.frozen:
-            self._space.give(segment.number, place.offset, nbytes)
+            self._space.free(segment.number, extent.offset, nbytes)
         elif segment.used_nbytes == 0:
             self.drop(segment)
 
-    def rebuild(self, taken: Sequence[Extent]) -> None:
-        """Count anew what is taken; all else of segments that may be written to is free."""
+    def rebuild(self, allocated: Sequence[Extent]) -> None:
+        """Recompute all tables from the allocated extents. The rest of each writable segment is free."""
         self._space = Space()
         self.used_nbytes = 0
         self.held_nbytes = sum(one.held_nbytes for one in self.segments.values())
-        begins: dict[Segment, list[Extent]] = {one: [] for one in self.segments.values()}
-        for segment in begins:
+        extents_of: dict[Segment, list[Extent]] = {one: [] for one in self.segments.values()}
+        for segment in extents_of:
             segment.used_nbytes = 0
-        for place in sorted(taken, key=lambda one: one.offset):
-            self.count(place)
-            begins[place.segment].append(place)
-        for segment, places in begins.items():
+        for extent in sorted(allocated, key=lambda one: one.offset):
+            self.account(extent)
+            extents_of[extent.segment].append(extent)
+        for segment, extents in extents_of.items():
             if segment.frozen:
-                if not places:
+                if not extents:
                     self.drop(segment)
                 continue
             at = 0
-            for place in places:
-                if at < place.offset:
-                    self._space.give(segment.number, at, place.offset - at)
-                at = place.offset + self.rounded(place.nbytes)
+            for extent in extents:
+                if at < extent.offset:
+                    self._space.free(segment.number, at, extent.offset - at)
+                at = extent.offset + self.rounded(extent.nbytes)
             if at < segment.nbytes:
-                self._space.give(segment.number, at, segment.nbytes - at)
+                self._space.free(segment.number, at, segment.nbytes - at)
 
     def freeze(self, segment: Segment) -> list[tuple[int, int]]:
-        """Write nothing more to a segment; return what was free in it: offset, bytes."""
+        """Make a segment read-only. Return its free ranges as pairs of offset and nbytes."""
         segment.frozen = True
         ranges = self._space.drop(segment.number)
         if segment.used_nbytes == 0:
@@ -207,25 +214,25 @@ class StoreDirectory:
         return ranges
 
     def count_holes(self, segment: Segment, nbytes: int) -> None:
-        """Know that so much of a segment has gone back to the file system."""
-        if segment.number in self.segments:  # else it has gone meanwhile
+        """Subtract bytes that a segment has returned to the file system, as holes, from the counters."""
+        if segment.number in self.segments:  # it may have been dropped in the meantime
             segment.held_nbytes -= nbytes
             self.held_nbytes -= nbytes
 
     def drop(self, segment: Segment) -> None:
-        """Let go of a file of which nothing is wanted; ``close_dropped`` closes it."""
+        """Remove a segment without pieces from the tables. :meth:`close_dropped` closes its file."""
         self._space.drop(segment.number)
         if self.segments.pop(segment.number, None) is not None:
             self.held_nbytes -= segment.held_nbytes
             self.dropped.append(segment)
 
     def close_dropped(self) -> None:
-        """Close what has been dropped. The store's lock is not held: the file system may take its time."""
+        """Close the files of dropped segments. The caller must not hold the store's lock, as this may be slow."""
         with contextlib.suppress(IndexError):
             while True:
                 segment = self.dropped.popleft()
                 self.unlink(segment.name)
-                # Nothing in it is wanted: that some of it could not be kept is of no interest.
+                # The file has no live data, so a write error that close() reports does not matter.
                 with contextlib.suppress(StorageError):
                     segment.file.close()
 
@@ -235,41 +242,47 @@ class StoreDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))  # noqa: PTH108, PTH118
 
-    def wanted_nbytes(self, ahead_nbytes: int) -> int:
-        """Return the next segment's size, where so much is known to be taken soon; 0: nothing is known."""
+    def next_segment_nbytes(self, ahead_nbytes: int) -> int:
+        """Return the size of the next segment. ``ahead_nbytes`` are expected to be allocated soon; 0 if unknown."""
         open_nbytes = sum(one.nbytes for one in self.segments.values() if not one.frozen)
         part = max(open_nbytes, self.held_nbytes) // _COUNT_OF_A_SIZE
-        wanted = max(ahead_nbytes or open_nbytes, part, self.first_nbytes)
-        return min(wanted, self._segment_nbytes << min(len(self.segments) // _COUNT_OF_A_SIZE, 24))
+        nbytes = max(ahead_nbytes or open_nbytes, part, self.first_nbytes)
+        return min(nbytes, self._segment_nbytes << min(len(self.segments) // _COUNT_OF_A_SIZE, 24))
 
-    def make(self, needed_nbytes: int, wanted_nbytes: int) -> Segment:
-        """Make one segment more, which is in no table yet. The store's lock is not held.
+    def make_segment(self, needed_nbytes: int, ideal_nbytes: int) -> Segment:
+        """Create a segment without adding it to the tables. The caller must not hold the store's lock.
 
-        Where space is short it is smaller than it is wanted, down to what is needed (and somewhat more where there are
-        many, each of which costs a descriptor). StorageError, and nothing has changed, where there is no space for it.
+        If the disk lacks space for the ideal size, smaller sizes are tried, down to the needed size. With many
+        segments, the smallest size may be larger than needed, because each segment costs a descriptor.
+
+        Raises
+        ------
+        StorageError
+            The disk lacks space for the minimum, or the file cannot be created. Nothing has changed.
         """
-        many = self._granularity << min(len(self.segments) // _COUNT_OF_A_SIZE, 24)
-        smallest = max(self.rounded(needed_nbytes), many)
-        nbytes = first = max(smallest, self.rounded(wanted_nbytes))
+        minimum = self._granularity << min(len(self.segments) // _COUNT_OF_A_SIZE, 24)
+        smallest = max(self.rounded(needed_nbytes), minimum)
+        nbytes = first = max(smallest, self.rounded(ideal_nbytes))
         while True:
             try:
-                return self._make(nbytes)
+                return self._make_segment(nbytes)
             except StorageError as error:
                 if error.errno not in NO_SPACE:
                     raise
                 if nbytes == smallest:
-                    raise self._full(error, first) from None
+                    raise self._no_space_error(error, first) from None
             nbytes = max(smallest, self.rounded(nbytes // 2))
 
-    def _full(self, error: StorageError, first_nbytes: int) -> StorageError:
-        """Return what the core says of a full drive, with the larger size that was tried before."""
+    def _no_space_error(self, error: StorageError, first_nbytes: int) -> StorageError:
+        """Return the core's error for a full disk, with the larger size that was tried before in the message."""
         message, nbytes = str(error.strerror), error.expected
-        if 0 < nbytes < first_nbytes:  # else it is no file that there is no space for
+        # Other errors, such as a directory without space for a name, have no number of bytes.
+        if 0 < nbytes < first_nbytes:
             message = f"{message.removesuffix(')')}; {first_nbytes} bytes were tried first)"
         return StorageError(error.errno, message, self.path, expected=nbytes)
 
-    def _make(self, nbytes: int) -> Segment:
-        number = next(self._numbers)  # a name that has been made is not made again
+    def _make_segment(self, nbytes: int) -> Segment:
+        number = next(self._numbers)  # numbers are never reused, and neither are names
         name = None if self._prefix is None else f"{self._prefix}{number}.segment"
         file, name = with_descriptors(self.scheduler, lambda: self._new_file(name))
         try:
@@ -282,13 +295,13 @@ class StoreDirectory:
         return Segment(self, number, file, nbytes, name)
 
     def add(self, segment: Segment) -> None:
-        """Have a segment that has been made."""
+        """Add a new segment to the tables."""
         self.segments[segment.number] = segment
         self.held_nbytes += segment.held_nbytes
-        self._space.give(segment.number, 0, segment.nbytes)
+        self._space.free(segment.number, 0, segment.nbytes)
 
     def adopt(self, file: _core.File, nbytes: int) -> Segment:
-        """Have a file as a segment that nothing is written to."""
+        """Add an existing file as a read-only segment."""
         segment = Segment(self, next(self._numbers), file, nbytes, None)
         segment.frozen = True
         self.segments[segment.number] = segment
@@ -296,7 +309,7 @@ class StoreDirectory:
         return segment
 
     def _new_file(self, name: str | None) -> tuple[_core.File, str | None]:
-        """Return a new file, and the name that it has; without a name, if that can be."""
+        """Create a file, and return it with its name. Without ``name``, create an unnamed file if possible."""
         if name is not None:
             return self._named_file(name), name
         try:
@@ -316,7 +329,8 @@ class StoreDirectory:
         try:
             file.size()
         except StorageError:
-            # FUSE may know files by their names only: there a killed process leaves them behind.
+            # Some FUSE file systems access files by name, so an unlinked file is unusable there. The named file then
+            # remains if the process is killed.
             return self._named_file(name), name
         return file, None
 
@@ -326,19 +340,19 @@ class StoreDirectory:
 
 
 def make_durable(segments: Sequence[Segment]) -> StorageError | None:
-    """Sync segments, all of them at once: most of it is waiting. Return the first failure."""
+    """Sync segments concurrently, because a sync is mostly waiting. Return the first error."""
     failures: list[StorageError] = []
-    begun: list[_core.Request] = []
+    requests: list[_core.Request] = []
     for segment in segments:
         scheduler = scheduler_of(segment.directory.scheduler, segment.file, True)
-        # A write of nothing, with sync=True.
+        # A write of 0 bytes with sync=True is a sync.
         request = scheduler.new_request(True, False, True, False, False)
-        begun.append(request)
+        requests.append(request)
         try:
             submit_one(scheduler, request, segment.file, (0, 0, None, None), 0, None)
         except StorageError as refusal:
             failures.append(refusal)
-    for segment, request in zip(segments, begun, strict=True):
+    for segment, request in zip(segments, requests, strict=True):
         request.wait(None)
         if (failure := request.exception()) is not None:
             segment.sync_failed = True
@@ -347,7 +361,7 @@ def make_durable(segments: Sequence[Segment]) -> StorageError | None:
 
 
 def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-    """Yield which pieces have bytes of a range of a tensor, with begin and end in each."""
+    """Yield the pieces that contain bytes of a tensor's range, each with the range of these bytes in the piece."""
     at = 0
     for piece in pieces:
         first, last = max(begin - at, 0), min(end - at, piece.nbytes)
@@ -359,7 +373,7 @@ def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Pi
 def _granularity_of(path: str) -> int:
     try:
         block = os.statvfs(path).f_bsize
-    except OSError:  # what is opened there will say so
+    except OSError:  # opening a file in the directory will report the error
         return GRANULARITY
     if GRANULARITY < block <= _MAX_BLOCK_NBYTES and block & (block - 1) == 0:
         return block

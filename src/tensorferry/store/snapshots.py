@@ -1,7 +1,8 @@
-"""Files of a snapshot: second names of segments where that is possible, else files that share their blocks, or copies.
+"""The files of a snapshot: hard links to segments where possible, otherwise reflinks (shared blocks), otherwise copies.
 
-They are made in a directory that gets its name at the end, so that what has the name is whole. A lock on the directory
-says until then that somebody makes it: what a dead snapshot has left is removed by the next one beside it.
+A snapshot is made in a temporary directory that is renamed at the end, so a directory with the final name is always
+complete. Until then, a lock on the directory shows that a process is using it. The next snapshot next to it removes
+temporary directories without a lock, which killed processes have left.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _PARTIAL = re.compile(r"\..*\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII | re
 _MAKING = "making a snapshot"
 
 
-class Partial:
-    """The directories of a snapshot that is being made; without ``finish`` nothing stays."""
+class UnfinishedSnapshot:
+    """The temporary directories of a snapshot in progress. :meth:`finish` completes it, :meth:`remove` undoes it."""
 
     def __init__(self, paths: Sequence[str], run: str) -> None:
         self._run = run
@@ -60,34 +61,37 @@ class Partial:
             raise
 
     def _make(self, path: Path) -> None:
-        # Whoever looks for leftovers between the first two lines takes it for one: then another is made.
+        # Another process may remove the directory as a leftover before it is locked. In this case, create another one.
         while True:
             partial = path.with_name(f".tensorferry.{self._run}.{os.urandom(4).hex()}.partial")
             self._partial.append(partial)
             self._made_in += folder.make_directory(str(partial))
             with contextlib.suppress(FileNotFoundError):
                 lock = _Lock(partial)
-                # Whether the directory still has this name.
-                is_there = os.path.samestat(os.fstat(lock.descriptor), partial.stat())
-                if lock.held is not False and is_there:
+                # The lock counts only if the directory still has this name.
+                has_name = os.path.samestat(os.fstat(lock.descriptor), partial.stat())
+                if lock.held is not False and has_name:
                     self._locks.append(lock)
                     return
             self._partial.pop()
 
     def link(self, segment: Segment, directory: int, name: str) -> bool:
-        """Give a segment a second name, or share its blocks; False where neither can be done."""
+        """Create a hard link to a segment, or a reflink. Return False if neither is possible."""
         path = self._partial[directory] / name
         source = f"/proc/self/fd/{segment.file.descriptor}"
         try:
             parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                # Only linkat() follows the link in /proc, and only it takes descriptors of directories.
+                # Linking a file through its descriptor needs linkat(2) with AT_SYMLINK_FOLLOW on the /proc link. Python
+                # calls linkat() only if a directory descriptor is given.
                 os.link(source, name, dst_dir_fd=parent, follow_symlinks=True)
             finally:
                 os.close(parent)
             return True
         except OSError:
-            pass  # another file system, no links, too many, or all names of an unnamed file have gone again
+            # Possible causes: the snapshot is on another file system, the file system does not support hard links, the
+            # file has too many of them, or its link count has dropped to 0.
+            pass
         with contextlib.suppress(OSError):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             with open(os.open(path, flags, 0o666), "r+b") as file:
@@ -101,30 +105,30 @@ class Partial:
     def copy(
         self,
         segment: Segment,
-        wanted: Iterable[tuple[Piece, Sequence[int] | None]],
+        pieces: Iterable[tuple[Piece, Sequence[int] | None]],
         directory: int,
         name: str,
     ) -> None:
-        """Copy pieces of a segment, verified, into a file of its size."""
+        """Copy pieces of a segment to a new file of the same size, at the same offsets, and verify their checksums."""
         path = os.fspath(self._partial[directory] / name)
         file = _core.open_file(path, False, True, True, True, False, "auto")
         file.truncate(segment.nbytes)
         target = Segment(segment.directory, -1, file, segment.nbytes, name)
         self._copier = self._copier or Copier()
-        for piece, sums in wanted:
-            place = Extent(target, piece.offset, piece.nbytes)
-            self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(place))
+        for piece, sums in pieces:
+            extent = Extent(target, piece.offset, piece.nbytes)
+            self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(extent))
         self._copier.finish()
         file.sync()
         file.close()
 
     def finish(self, manifest: bytes) -> None:
-        """Make all of it durable, and give it its name."""
+        """Write the manifest, make everything durable, and rename the directories to their final names."""
         partial = [str(path) for path in self._partial]
         folder.write_file(partial[0], manifests.NAME, manifest, self._run, sync=True)
         for directory in partial:
             folder.sync_directory(directory)
-        # The manifest's directory is the last one: what has its name is whole.
+        # The directory with the manifest is renamed last, so the snapshot exists only once all directories do.
         pairs = list(zip(self._partial, self._paths, strict=True))
         begun: list[tuple[Path, Path]] = []
         try:
@@ -136,20 +140,24 @@ class Partial:
                     folder.sync_directory(made_in)
         except BaseException:
             for temporary, path in reversed(begun):
+                # The last rename may have failed, or an interrupt may have followed it.
                 if not temporary.exists():
                     rename(path, temporary)
             raise
         self._locks.clear()
 
     def remove(self) -> None:
-        """Remove what has been made; of a snapshot that is finished nothing is."""
+        """Remove the temporary directories. After :meth:`finish`, this has no effect."""
         for path in self._partial:
             shutil.rmtree(path, ignore_errors=True)
         self._locks.clear()
 
 
 class _Lock:
-    """A lock on a directory (flock(2)), until this object goes; None in ``held`` where there are no such locks."""
+    """A lock on a directory (flock(2)), which is released when this object is deleted.
+
+    ``held`` is False if another process has the lock, and None if the file system does not support such locks.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -161,7 +169,7 @@ class _Lock:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove directories of snapshots that nobody makes any more."""
+    """Remove temporary directories of snapshots that no process has locked."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):  # noqa: PTH208
             if _PARTIAL.fullmatch(name):

@@ -1,4 +1,4 @@
-"""The store: names, and what lies where."""
+"""The public class of the store: it maps names to versions of tensors, and coordinates all other modules."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
-from tensorferry.base.checks import direct_mode, integer, kept_path
+from tensorferry.base.checks import absolute_path, direct_mode, integer
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
 from tensorferry.store import compaction
 from tensorferry.store import manifest as manifests
-from tensorferry.store.contents import Kept, StoreContents, last_kept, open_stored
+from tensorferry.store.allocator import SegmentAllocator
+from tensorferry.store.contents import KeptTensor, StoreContents, last_kept, open_stored
 from tensorferry.store.folder import (
-    bring_back,
     check,
     make_directory,
     mark_parts,
-    previous_of,
+    move_to_previous,
+    read_previous,
     remove,
     remove_others,
     remove_own,
     replace,
-    set_aside,
+    restore_previous,
     sync_directory,
     write_temporary,
 )
 from tensorferry.store.manifest import StoredSegment
 from tensorferry.store.ownership import Ownership
-from tensorferry.store.room import Room
 from tensorferry.store.segments import (
     GRANULARITY,
     NO_SPACE,
@@ -42,19 +42,19 @@ from tensorferry.store.segments import (
     make_durable,
     parts_of,
 )
-from tensorferry.store.snapshots import Partial
+from tensorferry.store.snapshots import UnfinishedSnapshot
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
-from tensorferry.store.transfers import Read, TensorVersion, Transfer, Write, told
+from tensorferry.store.transfers import Read, TensorVersion, Transfer, Write, with_context
 from tensorferry.transfer.arrays import memory_or_segments
-from tensorferry.transfer.files import chosen_scheduler, in_background
+from tensorferry.transfer.files import in_background, scheduler_for_settings
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.publication import check_renames
 from tensorferry.transfer.runtime import (
     automatic_scheduler,
     close_scheduler,
     default_scheduler,
-    patiently,
-    warn_of_left_behind,
+    wait_while_progressing,
+    warn_of_abandoned_io,
 )
 from tensorferry.transfer.stats import summed_stats
 
@@ -73,50 +73,53 @@ MAX_SEGMENT_NBYTES = 1 << 40
 
 
 class TensorStore(Owned):
-    """Named tensors in files of one directory or several.
+    """A store of named tensors in files, in one or more directories.
 
-    Any number of threads may use it, and any number of transfers may be on their way. Stores are context managers.
+    The store is thread-safe. Any number of transfers may be in progress. It is a context manager.
 
     Parameters
     ----------
     directories : str, bytes or PathLike, or a list or tuple of these
-        Where the files go; made if missing. Several should be on several drives: tensors are spread over them.
+        The directories of the files, which are created if they do not exist. Several directories should be on different
+        drives. Tensors are distributed over them.
     weights : sequence of positive numbers, optional
-        How much of the bytes each directory takes, in relation to the others: for drives that are not equally fast.
+        The relative share of the bytes for each directory, for drives of different speed. By default all are equal.
     segment_nbytes : int
-        Size of the files, a multiple of 4096; also the most that a tensor has in one piece. After 32 files of a
-        directory the next ones are twice as large: each costs a descriptor, or two.
+        The size of the files, a multiple of 4096, and the maximum size of one piece of a tensor. After 32 files in a
+        directory, the next ones are twice as large, because each file costs one or two descriptors.
     temporary : bool
-        Files have no names, and are gone with the store, however the process ends. With False they have names in
-        directories that no other store may write into meanwhile, and :meth:`commit` makes them last.
+        If True, the files have no names, and the kernel removes them when the process ends, for any reason. If False,
+        the files have names, no other store may write into the directories at the same time, and :meth:`commit` makes
+        the tensors permanent.
     checksums : bool
-        Take CRC-32s of what is written, and compare them with what is read.
+        Whether to compute CRC-32s on writes, and compare them on reads.
     direct : "auto", True or False
         As for :func:`tensorferry.read` and :func:`tensorferry.write`.
     engine, block_size, queue_depth
-        As for :func:`tensorferry.open`. Several directories have workers of their own, each.
+        As for :func:`tensorferry.open`. With several directories, each has separate worker threads.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable; nothing was touched.
+        An argument is invalid. Nothing was created.
     StorageError
         A directory cannot be used.
     EngineUnavailableError
-        The engine cannot be had here.
+        The engine is not available.
 
     Notes
     -----
-    A write makes a new version in space of its own; what was stored before is there until it has ended well, and its
-    space is free then. A write that fails changes nothing. A read sees the last write that was begun before it, and
-    waits for its end. Where that write fails, it gets what was stored before.
+    A write creates a new version in newly allocated space. The old version remains until the write has succeeded, and
+    its space is then freed. A failed write changes nothing. A read returns the data of the last write that began before
+    the read, and waits for that write. If the write fails, the read returns the old version.
 
-    A signal handler or a finalizer that calls a store which its thread is in the middle of calling gets a
-    ``RuntimeError``, unless it only deletes or asks for names.
+    The store is not reentrant: a signal handler or a finalizer that calls a store while its thread is in a call of the
+    same store gets a ``RuntimeError``. Only deleting tensors, and querying names, is allowed there.
     """
 
     _refusal = (
-        "this store was made before fork(): it is the parent process's; make another one here"
+        "this store was created before fork() and belongs to the parent process (remedy: create another "
+        "store here)"
     )
 
     def __init__(
@@ -143,7 +146,7 @@ class TensorStore(Owned):
             self._made_in += make_directory(path)
         try:
             if not temporary:
-                self._own(paths)
+                self._take_ownership(paths)
             for at, (path, share) in enumerate(zip(paths, shares, strict=True)):
                 scheduler = self._new_scheduler(len(paths), engine, block_size, queue_depth)
                 prefix = None if temporary else manifests.segment_prefix(self._run, at)
@@ -156,7 +159,7 @@ class TensorStore(Owned):
                     )
                 )
         except BaseException:
-            self._let_go()
+            self._release_resources()
             raise
 
     @classmethod
@@ -170,22 +173,22 @@ class TensorStore(Owned):
         block_size: int | None = None,
         queue_depth: int | None = None,
     ) -> TensorStore:
-        """Open what a snapshot has, or what has been committed to directories, for reading.
+        """Open a snapshot, or the last commit of a store, for reading.
 
         Parameters
         ----------
         path : str, bytes or PathLike, or a list or tuple of these
-            The snapshot's, or the store's; as many, and in the same order, as it was made with.
+            The directories of the snapshot or the store: the same number, in the same order, as at its creation.
         previous : bool
-            Open the commit before the last one, which ``commit(keep_previous=True)`` has kept.
+            Open the previous commit, which ``commit(keep_previous=True)`` has kept, instead of the last one.
         direct, engine, block_size, queue_depth
-            As for the store.
+            As for the constructor.
 
         Raises
         ------
         StorageError
-            There is nothing, not all of it, or what cannot be trusted; or the store that has committed it is alive
-            (EBUSY): it will write over it.
+            The store is missing, incomplete or invalid; or the store that made the commit is still open and may
+            overwrite it (EBUSY).
         """
         paths = _checked_directories(path)
         mode = direct_mode(direct)
@@ -197,51 +200,58 @@ class TensorStore(Owned):
                 store._new_scheduler(len(paths), engine, block_size, queue_depth) for _ in paths
             ]
             store._record, store._names = open_stored(
-                *(paths, schedulers, mode, store._room), previous=previous
+                *(paths, schedulers, mode, store._allocator), previous=previous
             )
         except BaseException:
-            store._let_go()
+            store._release_resources()
             raise
         return store
 
     def _set_up(self, checksums: bool, segment_nbytes: int) -> None:
+        # `_lock` guards the tables, and is held for computations only. The other locks are held for a whole close(), a
+        # whole compaction, and a whole commit or snapshot. Lock order: _closing, _compacting, _committing, _lock.
         self._lock = threading.RLock()
         self._closing = threading.RLock()
-        self._compacting = threading.RLock()  # taken before _committing, and that before _lock
+        self._compacting = threading.RLock()
         self._committing = threading.RLock()
-        self._belong_here()
+        self._set_owner()
         self._checksums = checksums
         self._segment_nbytes = segment_nbytes
         self._writable = True
         self._closed = False
-        self._has_ended = False  # all of close() has been done
+        self._has_ended = False  # close() has completed
         self._record = b""
         self._run = manifests.new_run()
         self._names: dict[str, TensorVersion] = {}
-        self._room = Room(self._lock, segment_nbytes, self._sweep)
-        self._pending: dict[Transfer, None] = {}  # in the order in which they were begun
-        self._look_at = 64
+        self._allocator = SegmentAllocator(self._lock, segment_nbytes, self._sweep)
+        self._pending: dict[
+            Transfer, None
+        ] = {}  # an ordered set: transfers in the order in which they began
+        self._sweep_at_count = 64  # see _sweep_sometimes()
         self._written_nbytes = self._read_nbytes = self._moved_nbytes = 0
-        self._directories = self._room.directories
-        self._made_in: list[str] = []  # has names of new directories, perhaps not yet durable
+        self._directories = self._allocator.directories
+        self._made_in: list[str] = []  # directories with new names that may not be durable yet
         self._own_schedulers: list[AnyScheduler] = []
-        self._ownerships: list[Ownership] | None = None  # None: no file has a name
-        # What the manifest in the directory names, or may name: nothing is written over it.
+        self._ownerships: list[Ownership] | None = None  # None for a temporary store
+        # The contents that the manifest names, or may name after a failed commit. Their pieces must not be overwritten.
         self._committed: list[StoreContents] = []
-        self._previous: list[StoreContents] = []  # and what that of the commit before names
-        self._has_previous = False  # there is one, perhaps another run's
-        self._committed_sync = False
-        self._has_committed = False  # else the manifest is another run's
-        self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()
+        # The contents that the manifest of the previous commit names.
+        self._previous: list[StoreContents] = []
+        # Whether a manifest of a previous commit exists, possibly of another run (an earlier store object).
+        self._has_previous = False
+        self._committed_sync = False  # whether the last commit of this run was made with sync=True
+        self._has_committed = False  # if False, a manifest in the directory is of another run
+        self._mapped: weakref.WeakSet[_Mapping] = weakref.WeakSet()
         self._compactor: threading.Thread | None = None
-        self._ending = threading.Event()  # compaction is to stop
+        self._ending = threading.Event()  # set by close(): compaction stops
 
-    def _own(self, paths: list[str]) -> None:
-        """Have directories for this store alone, and remove what dead ones have left behind."""
+    def _take_ownership(self, paths: list[str]) -> None:
+        """Lock the directories for this store, and remove files that killed processes have left."""
         self._ownerships = []
         for path in paths:
             self._ownerships.append(Ownership(path, self._run))
-        check_renames(pathlib.Path(paths[0]), replaced=True)  # which a commit does
+        # A commit needs a rename that replaces a file. Report now if the file system does not support it.
+        check_renames(pathlib.Path(paths[0]), replaced=True)
         committed = check(paths)
         self._has_previous = len(committed) > 1
         remove_others(paths, self._run, committed)
@@ -249,7 +259,7 @@ class TensorStore(Owned):
     def _new_scheduler(
         self, count: int, engine: str | None, block_size: int | None, queue_depth: int | None
     ) -> AnyScheduler:
-        own: AnyScheduler | None = chosen_scheduler(engine, block_size, queue_depth)
+        own: AnyScheduler | None = scheduler_for_settings(engine, block_size, queue_depth)
         if own is None:
             if count == 1:
                 return default_scheduler()
@@ -257,46 +267,46 @@ class TensorStore(Owned):
         self._own_schedulers.append(own)
         return own
 
-    def _let_go(self) -> None:
-        """Give back what a constructor that fails has got."""
+    def _release_resources(self) -> None:
+        """Release the schedulers and the locks after a failure in the constructor."""
         for scheduler in self._own_schedulers:
             close_scheduler(scheduler)
         for ownership in self._ownerships or ():
-            ownership.leave()
+            ownership.release()
 
     @property
     def record(self) -> bytes:
-        """What was given to the :meth:`commit` or :meth:`snapshot` that this has been opened from."""
+        """The record that was passed to the :meth:`commit` or :meth:`snapshot` from which this store was opened."""
         return self._record
 
     # Tensors
 
     def write(self, name: str, array: Any, priority: Priority = "normal") -> Future[Any]:
-        """Begin to store an array under a name, in place of what was stored under it.
+        """Begin to store an array under a name. It replaces the tensor that was stored under this name.
 
         Parameters
         ----------
         name : str
-            Any text.
+            The name, which may be any string.
         array : torch.Tensor, numpy.ndarray, buffer, GPU array, or iterable of these
-            As for :func:`tensorferry.write`. Do not change it before the ticket is done.
+            The data, as for :func:`tensorferry.write`. Do not change it before the future is done.
         priority : "normal" or "background"
             As for :func:`tensorferry.write`.
 
         Returns
         -------
         Future
-            The ticket; its result is the array. Where it fails, what was stored before is still there.
+            A future with the array as its result. If the write fails, the old tensor remains.
 
         Raises
         ------
         ValueError, TypeError
-            An argument is not usable; nothing was touched.
+            An argument is invalid. Nothing was written.
         StorageError
-            There is no space (ENOSPC), or a file cannot be made; what was stored before is still there.
+            The disk is full (ENOSPC), or a file cannot be created. The old tensor remains.
         """
         if not isinstance(name, str):
-            raise TypeError(f"name: {name!r} is no text")
+            raise TypeError(f"name: {name!r} is not a string")
         background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
@@ -305,9 +315,9 @@ class TensorStore(Owned):
         with self._lock:
             self._sweep_sometimes()
         try:
-            pieces = self._with_space(lambda: self._room.take(info.nbytes))
+            pieces = self._with_space(lambda: self._allocator.allocate(info.nbytes))
         except StorageError as error:
-            raise told([error], f"writing tensor {name!r}") from None
+            raise with_context([error], f"writing tensor {name!r}") from None
         with self._lock:
             self._check_open()
             version = TensorVersion(info, pieces, self._names.get(name))
@@ -322,37 +332,38 @@ class TensorStore(Owned):
         return ticket
 
     def read(self, name: str, out: Any = None, priority: Priority = "normal") -> Future[Any]:
-        """Begin to read what is stored under a name.
+        """Begin to read the tensor that is stored under a name.
 
         Parameters
         ----------
         name : str
-            The tensor's.
+            The name of the tensor.
         out : array or list of arrays, optional
-            What to fill, of exactly as many bytes; as for :func:`tensorferry.read`. By default a new array of what was
-            written: a torch tensor in host memory, a NumPy array, or a bytearray for what was neither.
+            The destination, with exactly the tensor's number of bytes, as for :func:`tensorferry.read`. By default a
+            new array of the same kind, dtype and shape as the one that was written: a torch tensor in host memory, a
+            NumPy array, or a bytearray for other data.
         priority : "normal" or "background"
             As for :func:`tensorferry.read`.
 
         Returns
         -------
         Future
-            The ticket; its result is the array.
+            A future with the array as its result.
 
         Raises
         ------
         KeyError
-            Nothing is stored under the name, and no write of it is on its way.
+            No tensor is stored under the name, and none is being written.
         ValueError, TypeError
-            An argument is not usable; nothing was touched.
+            An argument is invalid. Nothing was read.
         """
         background = in_background(priority)
         self._enter()
         with self._lock:
             version = self._version_of(name)
         info = version.info
-        made = out is None
-        if made:
+        is_new = out is None
+        if is_new:
             out = new_array(info)
         out, memory = memory_or_segments(out, writable=True)
         if memory[1] != info.nbytes:
@@ -364,7 +375,7 @@ class TensorStore(Owned):
             self._check_open()
             self._sweep_sometimes()
             transfer = Read(
-                *(self, name, memory, version, info if made else None),
+                *(self, name, memory, version, info if is_new else None),
                 background=background,
                 owner=ticket,
             )
@@ -375,16 +386,16 @@ class TensorStore(Owned):
         return ticket
 
     def delete(self, name: str) -> None:
-        """Forget a tensor; KeyError where there is none. Reads that have been begun get it all the same."""
+        """Delete a tensor. Raise KeyError if it does not exist. Reads that have already begun still succeed."""
         self._check_open(writing=True)
         with self._lock:
             self._version_of(name)
             self._names.pop(name, None)
-        if not self._is_in_the_middle():
+        if not self._is_reentrant_call():
             self._compact_soon()
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype, shape and bytes of a tensor, the last one written; KeyError where there is none."""
+        """Return the dtype, shape and size of a tensor, as last written. Raise KeyError if it does not exist."""
         self._check_open()
         with self._lock:
             return self._version_of(name).info
@@ -411,27 +422,28 @@ class TensorStore(Owned):
     def reserve(
         self, nbytes: int | Mapping[str, int], *, in_flight_nbytes: int | None = None
     ) -> None:
-        """See to it now that there is space, so that a disk that is full is found now.
+        """Allocate space in advance, which reports a full disk now instead of at a later write.
 
         Parameters
         ----------
         nbytes : int, or mapping of str to int
-            Bytes of all tensors together, those that are stored already included; better: of each tensor by its name.
+            The total size of all tensors, including those that are already stored; or, more precisely, the size of each
+            tensor by its name.
         in_flight_nbytes : int, optional
-            Bytes that are written anew at the same time: old and new versions then need space. By default two segments
-            for each directory, or as much as the largest tensor.
+            The maximum size of the tensors that are being rewritten at the same time, where old and new versions both
+            need space. By default two segments for each directory, or the size of the largest tensor if that is larger.
 
         Raises
         ------
         StorageError
-            There is not enough (ENOSPC); nothing more is reserved than before.
+            The disk does not have enough space (ENOSPC). The reserved space is unchanged.
         """
         self._enter(writing=True)
         sizes: dict[str, int] | None = None
         if isinstance(nbytes, Mapping):
             sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
             total, largest = (
-                sum(map(self._room.rounded, sizes.values())),
+                sum(map(self._allocator.rounded, sizes.values())),
                 max(sizes.values(), default=0),
             )
         else:
@@ -441,7 +453,7 @@ class TensorStore(Owned):
             slack = max(2 * self._segment_nbytes * len(self._directories), largest)
             in_flight_nbytes = min(slack, total)
         slack = integer(in_flight_nbytes, "in_flight_nbytes", 0)
-        self._room.reclaim()
+        self._allocator.reclaim()
         with self._lock:
             self._check_open()
             self._sweep()
@@ -454,36 +466,38 @@ class TensorStore(Owned):
                     for name, size in sizes.items()
                     if name not in self._names or self._names[name].info.nbytes < size
                 ]
-        self._with_space(lambda: self._room.reserve([*missing, slack]))
+        self._with_space(lambda: self._allocator.reserve([*missing, slack]))
 
-    # What lasts
+    # Mappings, snapshots and commits
 
     def map(self, ranges: Iterable[tuple[str, int, int]]) -> Any:
-        """Return ranges of tensors, one behind the other, as memory that is read when it is touched.
+        """Map ranges of tensors to contiguous memory, which is read from the drive on first access.
 
-        It stays as it is, whatever is written meanwhile, and after the store is closed; what is changed in it stays in
-        memory. Writes of these tensors that have been begun are waited for. Checksums are not compared. Touching what
-        the drive cannot read is a SIGBUS, as with every mapping.
+        The memory keeps the tensors' current values, whatever is written later, even after the store is closed. Changes
+        to the memory are private and are not written to the files. The call waits for writes of these tensors that are
+        in progress. Checksums are not compared. As with every mapping, access to a page that the drive cannot read
+        raises SIGBUS.
 
         Parameters
         ----------
         ranges : iterable of (name, offset, nbytes)
-            Offsets are multiples of the page (``mmap.PAGESIZE``), and so are all sizes but the last one.
+            The ranges. Offsets must be multiples of the page size (``mmap.PAGESIZE``), and so must all sizes except the
+            last one.
 
         Returns
         -------
         buffer
-            For ``torch.frombuffer`` and ``numpy.frombuffer``: bytes that may be written to. The space of its tensors
-            is not used again before its last view is gone.
+            Writable bytes for ``torch.frombuffer`` and ``numpy.frombuffer``. The space of the tensors is not reused
+            while a view of the buffer exists.
 
         Raises
         ------
         KeyError
-            Nothing is stored under a name.
+            No tensor is stored under a name.
         ValueError, TypeError
-            A range is not usable.
+            A range is invalid.
         StorageError
-            It cannot be mapped.
+            The files cannot be mapped.
         """
         self._enter()
         files: list[_core.File] = []
@@ -493,15 +507,15 @@ class TensorStore(Owned):
         for name, offset, nbytes in ranges:
             if sizes and sizes[-1] % mmap.PAGESIZE != 0:
                 raise ValueError(
-                    f"ranges: one of {sizes[-1]} bytes, no multiple of the page, is not the last"
+                    f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {sizes[-1]})"
                 )
-            pieces, info = self._settled(name)
+            pieces, info = self._wait_for_pieces(name)
             offset = integer(offset, "offset", 0)
             nbytes = integer(nbytes, "nbytes", 0)
             if offset % mmap.PAGESIZE != 0 or nbytes == 0 or offset + nbytes > info.nbytes:
                 raise ValueError(
-                    f"ranges: {nbytes} bytes at {offset} of tensor {name!r}, which has {info.nbytes}, cannot be "
-                    f"mapped: they begin at multiples of {mmap.PAGESIZE}"
+                    f"ranges: cannot map {nbytes} bytes at offset {offset} of tensor {name!r}, which has {info.nbytes} "
+                    f"bytes (offsets must be multiples of {mmap.PAGESIZE})"
                 )
             for piece, begin, end in parts_of(pieces, offset, offset + nbytes):
                 files.append(piece.segment.file)
@@ -509,41 +523,47 @@ class TensorStore(Owned):
                 sizes.append(end - begin)
                 kept.append(piece)
         if not files:
-            raise ValueError("ranges: there are none")
-        with self._lock:  # not while they are closed
+            raise ValueError("ranges: the iterable is empty")
+        with self._lock:  # keeps close() from closing the files during the call
             self._check_open()
-            mapped = _Mapped(kept)
+            mapped = _Mapping(kept)
             self._mapped.add(mapped)
             return _core.map_pieces(files, offsets, sizes, mapped).bytes(0, sum(sizes))
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
-        """Keep what is stored now in a new directory, for :meth:`open`. Writes that have been begun are waited for.
+        """Save the current tensors to a new directory, for :meth:`open`. This waits for writes that are in progress.
 
-        On the same file system that takes no copy: files are linked, or share their blocks, and the store goes on with
-        others. Their space is reserved here. It is durable when this returns; if this fails, or the process is killed,
-        nothing has the name.
+        On the same file system no data is copied: the snapshot consists of hard links or reflinks, and the store
+        continues in new files, which this call allocates. The snapshot is durable when the call returns.
+        If the call fails, or the process is killed, no directory with this name exists.
 
         Parameters
         ----------
         path : str, bytes or PathLike, or a list or tuple of these
-            It must not exist. With several directories: one, or one on the file system of each of them.
+            The directory of the snapshot, which must not exist. For a store with several directories, either one path,
+            or one path for each of them, on the same file system.
         record : bytes
-            Kept with it: :attr:`record`.
+            Data to store with the snapshot, available as :attr:`record` after :meth:`open`.
 
         Raises
         ------
         StorageError
-            It exists (EEXIST), there is no space, or something cannot be read or written.
+            The path exists (EEXIST), the disk is full, or a file cannot be read or written.
         """
         self._enter(writing=True)
         paths = _checked_directories(path, "path")
         if len(paths) not in (1, len(self._directories)):
-            raise ValueError(f"path: {len(paths)} of them for {len(self._directories)} directories")
+            raise ValueError(
+                f"path: expected one path, or one for each of the {len(self._directories)} directories of the store "
+                f"(got {len(paths)} paths)"
+            )
         with self._committing:
             contents = self._contents(record)
-            if not self._checksums:  # else a copy shows whether anything was lost
+            # After a failed sync, data may be lost. With checksums, the copy below detects lost data. Without
+            # checksums, another sync raises the error.
+            if not self._checksums:
                 self._sync([segment for segment in contents.segments if segment.sync_failed])
-            partial = Partial(paths, self._run)
+            partial = UnfinishedSnapshot(paths, self._run)
             try:
                 frozen: list[Segment] = []
                 segments: list[StoredSegment] = []
@@ -556,48 +576,49 @@ class TensorStore(Owned):
                     else:
                         partial.copy(segment, contents.pieces_in[number], at, name)
                 self._sync(frozen)
-                self._room.freeze(frozen)
+                self._allocator.freeze(frozen)
                 partial.finish(contents.manifest(self._run, len(paths), segments))
             except BaseException:
                 partial.remove()
                 raise
         del contents
-        # Each snapshot leaves segments to which nothing more is written: the thread may not keep up with that.
+        # Each snapshot leaves frozen segments. With frequent snapshots, the background thread alone cannot keep up.
         compaction.compact(self, *compaction.HURRY_FROM)
         self._compact_soon()
 
     def commit(
         self, record: bytes = b"", sync: bool = False, *, keep_previous: bool = False
     ) -> None:
-        """Make what is stored now what :meth:`open` finds, however this process ends, until the next commit.
+        """Commit the current tensors: :meth:`open` then finds them, however this process ends, until the next commit.
 
-        Only with ``temporary=False``. Writes that have been begun are waited for. What an earlier commit names is not
-        written over before this one has taken its place, at one stroke: space for both is needed. One without ``sync``
-        takes the place of one with it as well: then a power cut may leave neither.
+        This needs ``temporary=False``. It waits for writes that are in progress. A commit atomically replaces the last
+        commit. The data of the last commit is not overwritten before that, so the disk needs space for both. A commit
+        without ``sync`` replaces even a last commit that was made with ``sync``; after a power cut, both may be lost.
 
         Parameters
         ----------
         record : bytes
-            Kept with it: :attr:`record`.
+            Data to store with the commit, available as :attr:`record` after :meth:`open`.
         sync : bool
-            Make it last through a power cut as well. What an earlier one could not make durable is written to other
-            files first, one tensor at a time, where its checksums say that it is all there.
+            Whether the commit survives a power cut. If an earlier sync failed, the tensors concerned are first copied
+            to other files, one at a time, and verified by their checksums.
         keep_previous : bool
-            Keep the commit before as well, for ``open(previous=True)``, until :meth:`drop_previous` or the next commit:
-            several processes that commit one after the other can then all go back to what each of them has.
+            Whether to keep the last commit for ``open(previous=True)``, until :meth:`drop_previous` or the next commit.
+            If processes with one store each commit one after the other, and are killed in between, only some have the
+            new commit. With ``keep_previous``, all of them can return to the previous commit.
 
         Raises
         ------
         ValueError
             The store is temporary.
         StorageError
-            It could not be done; then the earlier commit, or this one, is there. A store without checksums fails from
-            then on, until what lies in that file has been written again.
+            The commit failed. The directory has either the earlier commit or this one. After a failed sync, commits of
+            a store without checksums fail until the tensors in the file concerned have been written again.
         """
         self._enter(writing=True)
         if self._ownerships is None:
             raise ValueError(
-                "commit: files of a temporary store have no names (remedy: temporary=False, or snapshot())"
+                "commit: the files of a temporary store have no names (remedy: temporary=False, or snapshot())"
             )
         if sync:
             self._rescue()
@@ -608,38 +629,41 @@ class TensorStore(Owned):
         self._compact_soon()
 
     def drop_previous(self) -> None:
-        """Do without the commit before the last one, if it is kept: its space is free.
+        """Drop the previous commit, if it is kept, and free its space.
 
         Raises
         ------
         StorageError
-            Its manifest cannot be removed.
+            The manifest of the previous commit cannot be removed.
         """
         with self._committing:
             if not self._has_previous:
                 return
             paths = [directory.path for directory in self._directories]
             remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
-            is_anothers = not self._previous
+            is_of_another_run = not self._previous
             self._previous, self._has_previous = [], False
-            if is_anothers and self._has_committed:
+            if is_of_another_run and self._has_committed:
                 remove_others(paths, self._run, [])
-            self._room.reclaim()
+            self._allocator.reclaim()
 
     def go_back(self) -> None:
-        """Make the commit before the last one again; for a store that has not committed anything itself.
+        """Return to the previous commit. The store must not have committed anything itself.
 
         Raises
         ------
         StorageError
-            It is not kept, or cannot get its name.
+            The previous commit is not kept, or its manifest cannot be renamed.
         """
         with self._committing:
-            bring_back(self._directories[0].path)
+            restore_previous(self._directories[0].path)
             self._has_previous = False
 
     def _publish(self, contents: StoreContents, *, sync: bool, keep_previous: bool = False) -> None:
-        """Make contents what the manifest names; the one before is moved aside if it is to be kept."""
+        """Replace the manifest with one for these contents.
+
+        With ``keep_previous``, keep the old manifest as that of the previous commit.
+        """
         paths = [directory.path for directory in self._directories]
         if sync:
             for path in self._made_in:
@@ -657,11 +681,12 @@ class TensorStore(Owned):
             for path in reversed(paths):
                 sync_directory(path)
         temporary = write_temporary(paths[0], data, self._run, sync=sync)
-        # This one or that before may be the one that is found, until all of this has succeeded.
+        # Until everything below has succeeded, the manifest on the disk may be the old or the new one. The pieces of
+        # both must be kept.
         before, self._committed = self._committed, [*self._committed, contents]
         if keep_previous:
             self._previous, self._has_previous = [*self._previous, *before], True
-            set_aside(paths[0])
+            move_to_previous(paths[0])
         replace(temporary, manifests.NAME)
         if sync:
             sync_directory(paths[0])
@@ -669,20 +694,20 @@ class TensorStore(Owned):
         if keep_previous:
             self._previous = before
         self._committed_sync = sync
-        self._room.reclaim()
+        self._allocator.reclaim()
         if not self._has_committed:
             self._has_committed = True
-            remove_others(paths, self._run, previous_of(paths[0]))
+            remove_others(paths, self._run, read_previous(paths[0]))
 
     def _sync(self, segments: Sequence[Segment]) -> None:
-        """Make segments durable. To those where that fails nothing more is written: their files fail for ever."""
+        """Make segments durable. A segment with a failed sync becomes read-only, because later syncs may fail, too."""
         failure = make_durable(segments)
-        self._room.retire([segment for segment in segments if segment.sync_failed])
+        self._allocator.retire([segment for segment in segments if segment.sync_failed])
         if failure is not None:
             raise failure
 
     def _rescue(self) -> None:
-        """Copy what a failed sync may have lost to other files; without checksums nothing tells whether it is there."""
+        """Copy the data of segments with a failed sync to other segments, if checksums can show that it is intact."""
         with self._lock:
             lost = [
                 segment
@@ -694,7 +719,7 @@ class TensorStore(Owned):
             compaction.move_out(self, lost)
 
     def _contents(self, record: bytes) -> StoreContents:
-        """Return what is stored, when all writes that have been begun have ended."""
+        """Wait for all writes in progress, and return the current contents."""
         if not isinstance(record, bytes):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
         with self._lock:
@@ -707,14 +732,14 @@ class TensorStore(Owned):
             return StoreContents(
                 record,
                 {
-                    name: Kept(kept.info, kept.pieces, kept.chunks)
-                    for name, version in self._names.copy().items()  # a finalizer may delete one
+                    name: KeptTensor(kept.info, kept.pieces, kept.chunks)
+                    for name, version in self._names.copy().items()  # a finalizer may delete a name
                     if (kept := last_kept(version)) is not None and kept.pieces is not None
                 },
             )
 
-    def _settled(self, name: str) -> tuple[tuple[Piece, ...], TensorInfo]:
-        """Return where a tensor lies, when its write has ended."""
+    def _wait_for_pieces(self, name: str) -> tuple[tuple[Piece, ...], TensorInfo]:
+        """Wait for a tensor's write, and return its pieces and its description."""
         with self._lock:
             version: TensorVersion | None = self._version_of(name)
         while version is not None:
@@ -723,14 +748,17 @@ class TensorStore(Owned):
             if (pieces := version.pieces) is not None:
                 return pieces, version.info
             version = version.previous
-        raise StorageError(None, f"tensor {name!r}: nothing is stored, the write has failed")
+        raise StorageError(
+            None,
+            f"tensor {name!r}: no data is stored under this name, because no write of it has succeeded",
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Return what has been moved, what is on its way, and the space of each directory.
+        """Return counters of transfers, and the space of each directory.
 
-        ``written_nbytes`` and ``read_nbytes`` count what was asked for, ``moved_nbytes`` what was copied to give
-        segments back; ``engine`` and others are the counters of the
-        workers, as of :meth:`tensorferry.File.stats`.
+        ``written_nbytes`` and ``read_nbytes`` count the bytes of requested transfers, ``moved_nbytes`` the bytes that
+        compaction has copied, and ``in_flight`` the transfers in progress. ``workers`` has the counters of the worker
+        threads, as in :meth:`tensorferry.File.stats`.
         """
         self._enter()
         with self._lock:
@@ -757,64 +785,65 @@ class TensorStore(Owned):
                 "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
             }
 
-    # The end
+    # Closing
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Whether the store has been closed."""
         return self._closed
 
     def close(self) -> None:
-        """Wait for transfers on their way, and close. Their tickets keep results and failures.
+        """Wait for transfers in progress, and close the store. Futures keep their results and errors.
 
-        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
+        If there is no progress for 60 seconds, the wait ends with a ``RuntimeWarning``, and the arrays of the remaining
+        transfers stay in memory.
         """
         if self.is_parents:
-            self._closed = True  # the files are the parent's
+            self._closed = True  # the files and the locks belong to the parent process
             return
-        self._refuse_in_the_middle()
+        self._refuse_reentrant_call()
         self._ending.set()
         if (compactor := self._compactor) not in (None, threading.current_thread()):
             schedulers = [directory.scheduler for directory in self._directories]
-            patiently(lambda seconds: _joined(compactor, seconds), *schedulers)
+            wait_while_progressing(lambda seconds: _join(compactor, seconds), *schedulers)
         with self._closing, self._committing:
             with self._lock:
                 if self._has_ended:
                     return
-                self._closed = self._room.closed = True
+                self._closed = self._allocator.closed = True
             try:
-                left = self._finish()
-            except BaseException:  # Ctrl-C: to be closed again
-                self._closed = self._room.closed = False
+                timed_out = self._finish()
+            except BaseException:  # after Ctrl-C, close() can be called again
+                self._closed = self._allocator.closed = False
                 raise
-            failure = None if left else self._close_files()
+            failure = None if timed_out else self._close_files()
             with self._lock:
                 self._names.clear()
                 self._pending.clear()
             for scheduler in self._own_schedulers:
-                close_scheduler(scheduler, patient=not left)
+                close_scheduler(scheduler, patient=not timed_out)
             for ownership in self._ownerships or ():
-                ownership.leave()
+                ownership.release()
             self._has_ended = True
-            if left and not self._own_schedulers:
-                warn_of_left_behind(f"outstanding transfers of {self!r}")
+            if timed_out and not self._own_schedulers:
+                warn_of_abandoned_io(f"outstanding transfers of {self!r}")
             if failure is not None:
                 raise failure
 
     def _finish(self) -> bool:
-        """Wait for transfers; return whether some were given up."""
+        """Wait for all transfers. Return True if the wait ended without progress."""
         schedulers = [directory.scheduler for directory in self._directories]
         while (first := next(iter(self._pending), None)) is not None:
-            if not patiently(first.wait, *schedulers):
+            if not wait_while_progressing(first.wait, *schedulers):
                 return True
             self._pending.pop(first, None)
         files = [each.file for one in self._directories for each in one.segments.values()]
-        return not all(patiently(file.retire, *schedulers) for file in files)
+        return not all(wait_while_progressing(file.retire, *schedulers) for file in files)
 
     def _close_files(self) -> StorageError | None:
-        """Close all files, and remove those of no commit; return the first failure."""
+        """Close all files, and remove those that belong to no commit. Return the first error."""
         failure = None
-        self._room.close_dropped()
+        self._allocator.close_dropped()
         committed = {
             segment
             for contents in (*self._committed, *self._previous)
@@ -828,7 +857,7 @@ class TensorStore(Owned):
                     failure = failure or error
                 if self._writable and segment not in committed:
                     directory.unlink(segment.name)
-        if self._ownerships is not None:  # Ctrl-C may have left files that are no segment's
+        if self._ownerships is not None:  # an interrupt may have left files that are in no table
             kept = {segment.name for segment in committed}
             remove_own([one.path for one in self._directories], self._run, kept)
         return failure
@@ -845,7 +874,7 @@ class TensorStore(Owned):
         paths = [directory.path for directory in self._directories]
         return f"<{state}tensorferry.store.TensorStore {paths!r}>"
 
-    # Versions. All that follows is called with the lock held.
+    # Versions. The caller must hold the lock.
 
     def _version_of(self, name: str) -> TensorVersion:
         version = self._current(name)
@@ -854,18 +883,18 @@ class TensorStore(Owned):
         return version
 
     def _current(self, name: str) -> TensorVersion | None:
-        """Return the last version, on its way or kept."""
+        """Return the last version, which may still be being written, or None."""
         version = self._names.get(name)
         if version is not None and version.write is not None:
-            version.write.done()  # it may have failed
+            version.write.done()  # if the write has failed, this restores the previous version
             version = self._names.get(name)
         return version
 
-    def _failed(self, name: str, version: TensorVersion) -> None:
-        """Go back to what was there before a write."""
+    def _revert_to_previous(self, name: str, version: TensorVersion) -> None:
+        """Restore the newest older version that has not failed, after the write of a version failed."""
         if self._names.get(name) is not version:
             return
-        before = version.previous  # the newest version, from here back, that has not failed
+        before = version.previous
         while before is not None and before.write is None and before.pieces is None:
             before = before.previous
         if before is None:
@@ -874,51 +903,59 @@ class TensorStore(Owned):
             self._names[name] = before
 
     def _sweep_sometimes(self) -> None:
-        """Let go of what has ended, and of its array; all of it is looked at when there is much."""
+        """Drop the oldest transfers that have ended, with their arrays. Check all transfers only if there are many.
+
+        Between two complete checks, the number of transfers doubles. So the cost of these checks is constant for each
+        transfer on average.
+        """
         while (first := next(iter(self._pending), None)) is not None and first.done():
             self._pending.pop(first, None)
-        if len(self._pending) >= self._look_at:
+        if len(self._pending) >= self._sweep_at_count:
             self._sweep()
-            self._look_at = 2 * len(self._pending) + 64
+            self._sweep_at_count = 2 * len(self._pending) + 64
 
     def _sweep(self) -> None:
-        """See which transfers have ended, and let go of them."""
+        """Drop all transfers that have ended."""
         for transfer in list(self._pending):
             if transfer.done():
                 self._pending.pop(transfer, None)
 
     def _enter(self, *, writing: bool = False) -> None:
-        """Begin a call that changes, or needs, more than a table of names."""
+        """Check the state of the store at the start of a call that uses more than the table of names."""
         self._check_open(writing=writing)
-        self._refuse_in_the_middle()
+        self._refuse_reentrant_call()
 
-    def _refuse_in_the_middle(self) -> None:
-        """Raise where this thread is in a call already: the locks let it in, and what is half done would be damaged."""
-        if self._is_in_the_middle():
+    def _refuse_reentrant_call(self) -> None:
+        """Raise RuntimeError if this thread is already in a call of the store.
+
+        The locks are reentrant and would not stop such a call, but the tables may be inconsistent in the middle of the
+        outer call.
+        """
+        if self._is_reentrant_call():
             raise RuntimeError(
-                "this thread is in the middle of another call of this store (likely cause: a signal handler or a "
-                "finalizer calls it; remedy: note there what is to be done, and do it later)"
+                "this thread is in the middle of another call of this store, and TensorStore is not reentrant (likely "
+                "cause: a signal handler or a finalizer calls it; remedy: defer the call)"
             )
 
-    def _is_in_the_middle(self) -> bool:
+    def _is_reentrant_call(self) -> bool:
         locks = [self._lock, self._committing, self._compacting]
         locks += [directory.growing for directory in self._directories]
         return any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
 
-    def _with_space(self, take: Callable[[], _Result]) -> _Result:
-        """Take space; where there is none, give up segments that are nearly empty, and try again."""
+    def _with_space(self, allocate: Callable[[], _Result]) -> _Result:
+        """Call a function that allocates. If the disk is full, compact the store and call it again."""
         try:
-            return take()
+            return allocate()
         except StorageError as error:
             if error.errno not in NO_SPACE:
                 raise
         compaction.compact(self, 0, MAX_SEGMENT_NBYTES)
-        return take()
+        return allocate()
 
     def _compact_soon(self) -> None:
-        """Take back what is free, and have a thread see whether there are segments to be given up. No lock is held."""
-        self._room.reclaim()
-        if self._room.is_sparse() and self._compactor is None and self._writable:
+        """Free dropped pieces, and start the compaction thread if the store is sparse. The caller must hold no lock."""
+        self._allocator.reclaim()
+        if self._allocator.is_sparse() and self._compactor is None and self._writable:
             compaction.start(self)
 
     def _check_open(self, *, writing: bool = False) -> None:
@@ -926,11 +963,11 @@ class TensorStore(Owned):
         if self._closed:
             raise ValueError(f"the store {[one.path for one in self._directories]!r} is closed")
         if writing and not self._writable:
-            raise ValueError("the store was opened for reading only: a new one takes writes")
+            raise ValueError("the store was opened for reading only (remedy: write to a new store)")
 
 
-class _Mapped:
-    """The pieces of a mapping, as long as there is one."""
+class _Mapping:
+    """The pieces of a mapping. The mapping owns this object, so compaction can see which segments are mapped."""
 
     __slots__ = ("__weakref__", "pieces")
 
@@ -938,7 +975,7 @@ class _Mapped:
         self.pieces = pieces
 
 
-def _joined(thread: threading.Thread, seconds: float) -> bool:
+def _join(thread: threading.Thread, seconds: float) -> bool:
     thread.join(seconds)
     return not thread.is_alive()
 
@@ -946,12 +983,12 @@ def _joined(thread: threading.Thread, seconds: float) -> bool:
 def _checked_directories(
     directories: Path | Sequence[Path], argument: str = "directories"
 ) -> list[str]:
-    given = directories if isinstance(directories, (list, tuple)) else [directories]
-    paths = [kept_path(path, f"{argument}[{at}]") for at, path in enumerate(given)]
+    several = directories if isinstance(directories, (list, tuple)) else [directories]
+    paths = [absolute_path(path, f"{argument}[{at}]") for at, path in enumerate(several)]
     if not paths:
-        raise ValueError(f"{argument}: one at least is needed, and this is an empty list")
+        raise ValueError(f"{argument}: at least one is needed, and the list is empty")
     if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise ValueError(f"{argument}: one comes twice among {paths!r}")
+        raise ValueError(f"{argument}: one directory is given twice (got {paths!r})")
     return paths
 
 
@@ -960,7 +997,9 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
         return [1.0] * count
     shares = [float(weight) for weight in weights]
     if len(shares) != count:
-        raise ValueError(f"weights: {len(shares)} of them for {count} directories")
+        raise ValueError(
+            f"weights: one for each of the {count} directories is needed (got {len(shares)})"
+        )
     for at, share in enumerate(shares):
         if not (share > 0 and math.isfinite(share)):
             raise ValueError(f"weights[{at}]: {share} is not positive")

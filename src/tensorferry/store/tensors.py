@@ -1,4 +1,4 @@
-"""What a stored tensor is besides its bytes: whose array, dtype and shape."""
+"""The description of a stored tensor: its library, dtype and shape, and their representation in JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _MAX_NBYTES = (1 << 63) - 1
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor is, without its bytes.
+    """The description of a stored tensor.
 
     Attributes
     ----------
     dtype : torch.dtype, numpy.dtype or None
-        As it was written; None for what has only bytes: buffers, lists of arrays, arrays of other libraries.
+        The dtype of the array that was written. None for untyped data: buffers, lists of arrays, and arrays of other
+        libraries.
     shape : tuple of int
-        Of its elements; for what has only bytes, their number.
+        The shape of the array. For untyped data, a tuple of the number of bytes.
     nbytes : int
-        Bytes.
+        The size in bytes.
     """
 
     dtype: Any
@@ -29,7 +30,7 @@ class TensorInfo(NamedTuple):
 
 
 def info_of(array: Any, nbytes: int) -> TensorInfo:
-    """Return what an array of so many bytes is."""
+    """Return the description of an array with ``nbytes`` bytes."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
         return TensorInfo(array.dtype, tuple(array.shape), nbytes)
@@ -38,15 +39,15 @@ def info_of(array: Any, nbytes: int) -> TensorInfo:
             text_of(array.dtype)
         except ValueError:
             raise ValueError(
-                "array: a dtype whose fields overlap, or are not in their order, cannot be kept (remedy: "
-                f"numpy.lib.recfunctions.repack_fields): {array.dtype}"
+                f"array: a dtype with fields that overlap or are out of order cannot be stored (got {array.dtype}; "
+                "remedy: numpy.lib.recfunctions.repack_fields)"
             ) from None
         return TensorInfo(array.dtype, tuple(array.shape), nbytes)
     return TensorInfo(None, (nbytes,), nbytes)
 
 
 def new_array(info: TensorInfo) -> Any:
-    """Return an array to be filled: a torch tensor, a NumPy array, or a bytearray for what has only bytes."""
+    """Return an uninitialized array: a torch tensor, a NumPy array, or a bytearray for untyped data."""
     if info.dtype is None:
         return bytearray(info.nbytes)
     torch = sys.modules.get("torch")
@@ -58,7 +59,7 @@ def new_array(info: TensorInfo) -> Any:
 
 
 def text_of(dtype: Any) -> Any:
-    """Return what JSON can keep of a dtype, for :func:`dtype_of`."""
+    """Return a representation of a dtype for JSON, which :func:`dtype_of` parses."""
     torch = sys.modules.get("torch")
     if dtype is None:
         return None
@@ -66,7 +67,7 @@ def text_of(dtype: Any) -> Any:
         return str(dtype)
     import numpy
 
-    for text in (dtype.str, dtype.name):  # the second for those of ml_dtypes
+    for text in (dtype.str, dtype.name):  # ml_dtypes' dtypes can be identified by their name only
         try:
             if numpy.dtype(text) == dtype:
                 return f"numpy.{text}"
@@ -76,7 +77,7 @@ def text_of(dtype: Any) -> Any:
 
 
 def dtype_of(text: Any) -> Any:
-    """Return a dtype from its text; ValueError where it is none that has plain bytes."""
+    """Return the dtype for a representation. Raise ValueError if it is unknown, or has Python objects."""
     if text is None:
         return None
     if isinstance(text, str) and text.startswith("torch."):
@@ -84,7 +85,7 @@ def dtype_of(text: Any) -> Any:
 
         dtype = getattr(torch, text.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {text!r} is none of torch's")
+            raise ValueError(f"dtype {text!r} does not exist in torch")
         return dtype
     import numpy
 
@@ -96,28 +97,28 @@ def dtype_of(text: Any) -> Any:
         else:
             raise TypeError
     except (TypeError, ValueError, SyntaxError, KeyError, OverflowError, MemoryError):
-        raise ValueError(f"dtype {text!r} is not known here") from None
+        raise ValueError(f"dtype {text!r} is unknown") from None
     if dtype.hasobject:
         raise ValueError(f"dtype {text!r} has Python objects")
     return dtype
 
 
 def checked_info(dtype: Any, shape: Any, nbytes: Any) -> TensorInfo:
-    """Return what a manifest says of a tensor; ValueError where that cannot be."""
+    """Return the description of a tensor from a manifest. Raise ValueError if it is invalid."""
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"shape {shape!r} is no list of at most {MAX_DIMENSIONS} lengths")
+        raise ValueError(f"shape {shape!r} is not a list of at most {MAX_DIMENSIONS} lengths")
     for length in shape:
         if type(length) is not int or not 0 <= length <= _MAX_NBYTES:
-            raise ValueError(f"shape {shape!r} has a length that no tensor has")
+            raise ValueError(f"shape {shape!r} has an invalid length")
     known = dtype_of(dtype)
     itemsize = 1 if known is None else known.itemsize
     if type(nbytes) is not int or math.prod(shape) * itemsize != nbytes or nbytes > _MAX_NBYTES:
-        raise ValueError(f"{nbytes!r} bytes are not those of shape {shape!r} and dtype {dtype!r}")
+        raise ValueError(f"{nbytes!r} bytes do not match shape {shape!r} and dtype {dtype!r}")
     return TensorInfo(known, tuple(shape), nbytes)
 
 
 def _fields(text: list[Any]) -> list[Any]:
-    """Return the fields of a structured dtype: JSON has lists where NumPy wants tuples."""
+    """Return the fields of a structured dtype, where JSON's lists become the tuples that NumPy requires."""
     return [
         tuple(
             _fields(part) if at == 1 and isinstance(part, list) else _tuple(part)

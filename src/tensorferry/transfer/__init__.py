@@ -1,1 +1,1 @@
-"""Files and transfers: what moves bytes between files and memory, for all products."""
+"""Files and transfers: the layer that moves bytes between files and memory for every other package."""

@@ -1,7 +1,7 @@
-"""Arrays of any library, in host memory or a GPU's, as (address, bytes), checked before any I/O.
+"""The memory of arrays of any library, on the host or a GPU, as address and size, checked before any I/O.
 
-torch and NumPy are looked at where they have been imported already; everything else comes through the buffer
-protocol, ``__cuda_array_interface__`` or DLPack.
+This module never imports torch or NumPy; it recognizes their arrays if the program has imported them. All other
+arrays are accessed through the buffer protocol, ``__cuda_array_interface__`` or DLPack.
 """
 
 from __future__ import annotations
@@ -21,48 +21,56 @@ if TYPE_CHECKING:
 
 
 class SupportsDLPack(Protocol):
-    """An array of any library that offers DLPack."""
+    """An array of any library that implements DLPack."""
 
     def __dlpack__(self) -> Any:
-        """Return a capsule."""
+        """Return a DLPack capsule."""
 
     def __dlpack_device__(self) -> Any:
-        """Return the kind of device, and its number."""
+        """Return the device type and the device number."""
 
 
 class SupportsCudaArray(Protocol):
-    """An array in GPU memory that offers Numba's interface."""
+    """An array in GPU memory that implements Numba's CUDA array interface."""
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        """Return address, shape, type and stream."""
+        """Return a dict with address, shape, type and stream."""
 
 
-# For type checkers: whatever memory_of() takes. A str is a sequence of none of these.
+# For type checkers: an array that memory_of() accepts. They reject a str where a sequence of arrays is expected,
+# because the elements of a str are not arrays.
 Array: TypeAlias = "Buffer | SupportsDLPack | SupportsCudaArray"
 
-# DLPack device types whose memory the CPU can address: kDLCPU, kDLCUDAHost, kDLROCMHost (dlpack.h).
+# DLPack device types with memory that the CPU can address: kDLCPU, kDLCUDAHost, kDLROCMHost (dlpack.h).
 _HOST_DEVICES = (1, 3, 11)
-# And those that CUDA can.
+# DLPack device types with memory that CUDA can address: kDLCUDA, kDLCUDAManaged.
 _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 2, 13
 
-# CUDA's name of the stream that all work without a stream goes to, CU_STREAM_LEGACY (cuda.h).
+# CU_STREAM_LEGACY (cuda.h): the stream on which CUDA queues work for which the program names no stream.
 LEGACY_STREAM = 1
 
-# The GPU whose memory was seen last; -1: none. Page-locked memory is registered with CUDA by its context.
+# The GPU that was used last, or -1. Pinned memory is registered with CUDA through this GPU's context.
 last_gpu = -1
 
-# Kinds of elements whose typestr counts bytes, as in numpy.dtype.kind; not objects, not UTF-32.
+# The letters of numpy.dtype.kind for which a typestr has an element's size in bytes. Not O, because objects cannot be
+# transferred as bytes, and not U, for which a typestr has the number of UTF-32 characters.
 _KINDS_OF_BYTES = "biufcmMSV"
 
-# GPU memory: the GPU's number, and the CUDA stream after whose present work it may be used.
+# The remedy in messages about a destination that is not contiguous.
+_REMEDY = "remedy: read into a contiguous array and copy it"
+
+# The location of GPU memory: the GPU's number, and a CUDA stream. The work queued on that stream must finish before the
+# memory is used.
 Location: TypeAlias = "tuple[int, int]"
 
-# Contiguous memory: address, bytes, an owner as long as which it is valid, and where it is; None is host memory. A
-# plain tuple: read_many makes thousands.
+# Contiguous memory: address, size in bytes, the object that owns the memory, and its location (None: host memory). It
+# is a plain tuple for speed, because read_many makes thousands of them.
 Memory: TypeAlias = "tuple[int, int, object, Location | None]"
 
-# The same of what a transfer takes: one array, or segments in place of the address, which own what they need.
+# The memory of one transfer: that of one array, or (segments, size in bytes, None, None) for several arrays. Segments
+# are pieces of memory, and gaps (numbers of bytes to skip), that are consecutive in the file. They have references to
+# the owners of their memory.
 AnyMemory: TypeAlias = "Memory | tuple[_core.Segments, int, None, None]"
 
 
@@ -72,34 +80,35 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
     Parameters
     ----------
     array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
-        Any dtype, any shape.
+        An array of any dtype and shape.
     writable : bool
-        True for the destination of a read. A source that is not contiguous is copied; a destination may not be.
+        True for the destination of a read, which must be contiguous. With False, a torch tensor, a NumPy array or a
+        buffer that is not contiguous is copied, and the memory of the copy is returned.
     name : str
-        What the argument is called in messages.
+        The argument's name in error messages.
     host : bool
-        Refuse GPU memory: for callers who look at the bytes themselves.
+        Reject GPU memory, for callers that access the bytes on the CPU.
 
     Raises
     ------
     TypeError
-        It is no array.
+        The argument is not an array.
     ValueError
-        It is not contiguous, not writable, on a device that bytes cannot be moved to and from, or has no memory.
+        The array is not contiguous, not writable, on an unsupported device, or has no memory.
     EngineUnavailableError
-        It is in GPU memory, and the CUDA driver cannot be used; the message says why.
+        The array is in GPU memory, and the CUDA driver cannot be used; the message has the reason.
     """
     torch: Any = sys.modules.get("torch")
-    if _is_of(torch, "Tensor", array):
+    if _is_instance(torch, "Tensor", array):
         strided = type(array) is torch.Tensor and array.layout is torch.strided
         usual = strided and array.is_cpu and not array.is_nested and array.is_contiguous()
-        # The common case, in few calls: read_many has thousands.
+        # The common case takes as few calls as possible, because read_many has thousands of tensors.
         if usual and not array.is_quantized and not array.is_neg() and not array.is_conj():
             memory = array.data_ptr(), array.nbytes, array.untyped_storage(), None
-            if memory[0] and not moved(memory):
+            if memory[0] and not has_moved(memory):
                 return memory
         return _of_tensor(torch, array, writable, name, host)
-    if _is_of(sys.modules.get("numpy"), "ndarray", array):
+    if _is_instance(sys.modules.get("numpy"), "ndarray", array):
         return _of_ndarray(array, writable, name)
     try:
         view = memoryview(array)
@@ -107,37 +116,39 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
         pass
     else:
         return _of_buffer(view, writable, name)
-    # Before DLPack: it knows the stream.
+    # Try this interface before DLPack, because it includes the stream that fills the array.
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
         return _of_cuda_array(array, interface, writable, name, host)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _of_dlpack(array, writable, name, host)
+    remedy = ""
+    if isinstance(array, Mapping) and not writable:
+        remedy = " (remedy: save a dict with tensorferry.checkpoint.save, or its tensors with tensorferry.safetensors)"
     raise TypeError(
-        f"{name}: {type(array).__name__} is neither a torch tensor nor a NumPy array, and offers neither the "
-        "buffer protocol nor __cuda_array_interface__ nor DLPack"
+        f"{name}: expected a torch tensor, a NumPy array or an object with the buffer protocol, "
+        f"__cuda_array_interface__ or DLPack, got {type(array).__name__}{remedy}"
     )
 
 
 def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
-    """Return the memory of an array, or of several that follow each other in a file; first of all what was given.
+    """Return ``array`` and the memory of that array, or of several arrays that are consecutive in a file.
 
-    Several are any iterable of arrays in an order, but no array of another kind. Those to be read into may have
-    integers among them: so many bytes of the file are passed over. What can be gone through only once is returned as a
-    list.
+    Several arrays are an ordered iterable of arrays that is not an array itself. For a read it may also have integers,
+    each a number of bytes of the file to skip. An iterable that is not a list or tuple is returned as a list.
 
     Raises
     ------
     TypeError, ValueError, EngineUnavailableError
-        As for :func:`memory_of`, which is told of the arrays as ``array[0]`` and so on.
+        As for :func:`memory_of`; messages name the arrays ``array[0]`` and so on.
     """
     if not isinstance(array, (list, tuple)):
         try:
             return array, memory_of(array, writable=writable)
         except TypeError:
-            if isinstance(array, _core.Segments):  # rows of a table
+            if isinstance(array, _core.Segments):  # the rows of a call of tensorferry.Table
                 return array, (array, array.nbytes, None, None)
-            if not is_several(array):
+            if not is_iterable_of_arrays(array):
                 raise
         array = list(array)
     segments = collect_segments(array, writable=writable)
@@ -145,11 +156,11 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
 
 
 def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments:
-    """Return the memory of several arrays, as :func:`memory_or_segments` does."""
+    """Return the memory of several arrays; see :func:`memory_or_segments`."""
 
     def check(index: int, one: Any) -> Memory:
         if writable and isinstance(one, int) and not isinstance(one, bool):
-            raise ValueError(f"array[{index}]: {one} bytes cannot be passed over")
+            raise ValueError(f"array[{index}]: invalid number of bytes to skip (got {one})")
         return memory_of(one, writable=writable, name=f"array[{index}]")
 
     return _core.collect_segments(arrays, writable, check)
@@ -158,9 +169,11 @@ def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments
 def collect_runs(
     begins: Iterable[int], nbytes: int, end: int, data: Any
 ) -> tuple[_core.Segments, int]:
-    """Return what a read of runs of ``nbytes`` each is given to fill host memory, and where the first one begins.
+    """Return the segments that a read of equally long runs of bytes fills, and the offset of the first run.
 
-    They begin at ``begins``, before ``end``. Of what lies between them only their own pages are read.
+    Each run has ``nbytes`` bytes and begins at one of the offsets in ``begins``, all before ``end``; the runs are
+    stored one after the other in ``data``, which is host memory. Of the bytes between two runs the read transfers only
+    those that are in the same pages as the runs.
     """
     numbers = memory_of(array_of("q", begins), writable=False)
     memory = memory_of(data, writable=True, host=True)
@@ -170,8 +183,8 @@ def collect_runs(
     return segments, first
 
 
-def is_several(array: Any) -> bool:
-    """Return whether this is an iterable of arrays, rather than an array that cannot be used as it is."""
+def is_iterable_of_arrays(array: Any) -> bool:
+    """Return whether ``array`` is an iterable of arrays, and not itself an array that memory_of() has rejected."""
     if not isinstance(array, Iterable) or isinstance(array, (str, Mapping, Set)):
         return False
     ways = (
@@ -184,12 +197,14 @@ def is_several(array: Any) -> bool:
     return not any(hasattr(array, way) for way in ways)
 
 
-def moved(memory: AnyMemory) -> bool:
-    """Return whether an array has given up the memory that a transfer was to use, before its end was seen.
+def has_moved(memory: AnyMemory) -> bool:
+    """Return whether an array's memory has been released or replaced since it was passed to a transfer.
 
-    A torch tensor may get other storage meanwhile (``set_()``, ``.data = ``) or go away: the transfer's is kept. What
-    keeps nothing is a storage that gives its memory back (``resize_()``, ``share_memory_()``), and a NumPy array
-    resized with ``refcheck=False``. That is told here, unless the same memory has been given to it again.
+    Callers ask when the transfer has ended, because its bytes are not valid if the memory has moved. A transfer holds a
+    reference to the tensor's storage, so deleting the tensor or giving it another storage (``set_()``, ``.data = ``) is
+    safe. A reference does not protect against a storage that releases its memory (``resize_()``, ``share_memory_()``)
+    or a NumPy array that is resized with ``refcheck=False``. This function detects these cases, except when the
+    allocator has returned the same memory to the array again.
     """
     address, nbytes, owner, _ = memory
     if isinstance(address, int):
@@ -197,8 +212,8 @@ def moved(memory: AnyMemory) -> bool:
     return address.moved()
 
 
-def _is_of(library: Any, type_name: str, array: Any) -> bool:
-    # Where another thread is just importing the library, nobody can have one of its arrays.
+def _is_instance(library: Any, type_name: str, array: Any) -> bool:
+    # While another thread is importing the library the type may be missing; then no array of it can exist yet.
     known = getattr(library, type_name, None)
     return isinstance(known, type) and isinstance(array, known)
 
@@ -206,38 +221,38 @@ def _is_of(library: Any, type_name: str, array: Any) -> bool:
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
     device = tensor.device
     if device.type != "cpu" and host:
-        raise ValueError(f"{name}: a tensor on device {device} has no host memory to move")
+        raise ValueError(f"{name}: expected a tensor in host memory (got device {device})")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"{name}: a tensor on device {device} is neither in host memory nor on an NVIDIA GPU"
+            f"{name}: expected a tensor in host memory or on an NVIDIA GPU (got device {device})"
         )
     if device.type == "cuda" and torch.version.hip is not None:
         raise ValueError(
-            f"{name}: a tensor on an AMD GPU ({device}) cannot be moved: only NVIDIA's driver is known here "
+            f"{name}: a tensor on an AMD GPU ({device}) is not supported, only NVIDIA GPUs are "
             "(remedy: pass .cpu())"
         )
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{name}: a tensor of layout {tensor.layout} is not contiguous memory")
+        raise ValueError(f"{name}: expected a strided tensor (got layout {tensor.layout})")
     if tensor.is_nested:
         raise ValueError(
-            f"{name}: a nested tensor is more than its memory (remedy: pass .values())"
+            f"{name}: a nested tensor is not a single block of memory (remedy: pass .values())"
         )
     if tensor.is_quantized:
         raise ValueError(
-            f"{name}: a quantized tensor carries more than its memory; pass .int_repr()"
+            f"{name}: a quantized tensor has parameters outside of its memory (remedy: pass .int_repr())"
         )
     if tensor.is_conj() or tensor.is_neg():
         if writable:
-            raise ValueError(f"{name}: a lazily conjugated or negated tensor cannot be read into")
+            raise ValueError(f"{name}: cannot read into a lazily conjugated or negated tensor")
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
         if writable:
             raise ValueError(
-                f"{name}: cannot read into a tensor that is not contiguous (strides {tensor.stride()})"
+                f"{name}: cannot read into a tensor that is not contiguous (strides {tensor.stride()}; {_REMEDY})"
             )
         tensor = tensor.detach().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
-    # Wrapper subclasses (FakeTensor, DTensor) pretend to a device that their storage is not on.
+    # Wrapper subclasses (FakeTensor, DTensor) report a device that their storage is not on.
     wrapper = (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         and _storage_device(tensor) != device.type
@@ -245,10 +260,10 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     address = 0 if wrapper else tensor.data_ptr()
     if wrapper or (address == 0 and nbytes > 0):
         raise ValueError(
-            f"{name}: {type(tensor).__name__} has no memory of its own (for a DTensor pass .to_local(); an FSDP "
-            "parameter may be resharded)"
+            f"{name}: {type(tensor).__name__} has no memory of its own (remedy: for a DTensor pass .to_local(); an "
+            "FSDP parameter may be resharded)"
         )
-    # The storage owns the memory: the tensor may get another one meanwhile.
+    # The storage owns the memory. A reference to the tensor is not enough, because its storage may be replaced.
     storage = tensor.untyped_storage()
     check_storage(tensor, name)
     if device.type == "cpu":
@@ -257,8 +272,8 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     return _gpu_memory(address, nbytes, storage, device.index, stream, name)
 
 
-def is_plain(tensor: Any) -> bool:
-    """Return whether a torch tensor is its elements in memory, and nothing else."""
+def is_dense(tensor: Any) -> bool:
+    """Return whether a torch tensor consists only of elements in memory: dense, not quantized, not a subclass."""
     torch = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -270,20 +285,24 @@ def is_plain(tensor: Any) -> bool:
 
 
 def check_storage(tensor: Any, name: str) -> None:
-    """Refuse a strided tensor whose storage was made smaller than its shape: it has bytes of others, or none."""
+    """Raise ValueError if a strided tensor's storage is smaller than its shape needs.
+
+    The memory of its last elements then does not belong to the tensor.
+    """
     storage_nbytes = tensor.untyped_storage().nbytes()
     places = zip(tensor.size(), tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in places)
     if tensor.numel() and (last + 1) * tensor.element_size() > storage_nbytes:
         raise ValueError(
-            f"{name}: the tensor's storage has {storage_nbytes} bytes, less than its shape says (it was resized)"
+            f"{name}: the tensor's storage has {storage_nbytes} bytes, fewer than its shape needs (it was resized)"
         )
 
 
 def tensor_bytes(tensor: Any) -> Any:
     """Return a contiguous torch tensor's memory as a one-dimensional tensor of uint8.
 
-    By strides: those of a single element may be any, view(-1) keeps them, and then its bytes cannot be viewed.
+    as_strided() sets the stride to 1. A tensor with a single element may have any stride; view(-1) would keep it, and
+    view(torch.uint8) would then fail.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
@@ -292,12 +311,12 @@ def _gpu_memory(
     address: int, nbytes: int, owner: object, device: int, stream: int, name: str
 ) -> Memory:
     global last_gpu
-    if nbytes == 0:  # nothing to wait for
+    if nbytes == 0:  # no bytes, so a transfer need not wait for the stream
         return address, nbytes, owner, None
     _check_driver()
     if _core.is_capturing(device, stream):
         raise ValueError(
-            f"{name}: the stream in use is being captured into a CUDA graph, which files cannot be part of"
+            f"{name}: the current stream is being captured into a CUDA graph, which cannot contain file I/O"
         )
     last_gpu = device
     return address, nbytes, owner, (device, stream)
@@ -306,7 +325,7 @@ def _gpu_memory(
 def _check_driver() -> None:
     refusal = _core.cuda_refusal()
     if refusal is not None:
-        raise EngineUnavailableError(f"GPU memory cannot be moved: {refusal}")
+        raise EngineUnavailableError(f"GPU memory cannot be transferred: {refusal}")
 
 
 def _storage_device(tensor: Any) -> str | None:
@@ -317,10 +336,10 @@ def _storage_device(tensor: Any) -> str | None:
 
 
 def _masked_type() -> tuple[type, ...]:
-    """Return the type of masked arrays; none before that module has been imported.
+    """Return the type of masked arrays in a tuple, which is empty if numpy.ma has not been imported.
 
-    Not `numpy.ma`, which would import it in the first transfer: a child forked beside that by another thread would wait
-    for the import for ever.
+    The attribute `numpy.ma` would import that module during the first transfer. If another thread forked meanwhile,
+    the child would wait for the import lock for ever.
     """
     masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)
     return () if masked is None else (masked,)
@@ -329,11 +348,11 @@ def _masked_type() -> tuple[type, ...]:
 def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
     if isinstance(array, _masked_type()):
         raise ValueError(
-            f"{name}: a masked array is more than its bytes (remedy: pass .data or .filled())"
+            f"{name}: a masked array has a mask outside of its bytes (remedy: pass .data or .filled())"
         )
     if array.dtype.hasobject:
         raise ValueError(
-            f"{name}: an array of Python objects (dtype {array.dtype}) has no bytes to move"
+            f"{name}: an array of Python objects (dtype {array.dtype}) cannot be transferred as bytes"
         )
     memory = _core.buffer_memory(array, writable)
     if memory is not None:
@@ -341,29 +360,34 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
     if not array.flags.c_contiguous:
         if writable:
             raise ValueError(
-                f"{name}: cannot read into an array that is not C-contiguous (strides {array.strides})"
+                f"{name}: cannot read into an array that is not C-contiguous (strides {array.strides}; {_REMEDY})"
             )
         array = array.copy(order="C")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: cannot read into a read-only array")
-    # The buffer protocol has no word for some dtypes (datetime64, ml_dtypes' bfloat16).
+    # The buffer protocol has no format for some dtypes (datetime64, ml_dtypes' bfloat16). NumPy's interface has the
+    # address of any array.
     return array.__array_interface__["data"][0], array.nbytes, array, None
 
 
 def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
     if writable and view.readonly:
         raise ValueError(f"{name}: cannot read into a read-only buffer")
-    if "O" in re.sub(":[^:]*:", "", view.format):  # fields have their names between colons
-        raise ValueError(f"{name}: a buffer of Python objects has no bytes to move")
+    if "O" in re.sub(
+        ":[^:]*:", "", view.format
+    ):  # field names, which are between colons, may have an O
+        raise ValueError(f"{name}: a buffer of Python objects cannot be transferred as bytes")
     if not view.c_contiguous:
         if writable:
             raise ValueError(
-                f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides})"
+                f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides}; {_REMEDY})"
             )
         view = memoryview(view.tobytes())
     memory = _core.buffer_memory(view, writable)
     if memory is None:
-        raise ValueError(f"{name}: the buffer cannot be exported")
+        raise ValueError(
+            f"{name}: the object refuses access to its memory through the buffer protocol"
+        )
     return memory[0], memory[1], view, None
 
 
@@ -373,21 +397,27 @@ def _of_cuda_array(
     # numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, versions 2 and 3
     kind = type(array).__name__
     if host:
-        raise ValueError(f"{name}: a {kind} in GPU memory has no host memory to move")
+        raise ValueError(f"{name}: expected an array in host memory (got a {kind} in GPU memory)")
     typestr, shape = interface["typestr"], tuple(interface["shape"])
     if typestr[1] not in _KINDS_OF_BYTES:
-        raise ValueError(f"{name}: a {kind} of type {typestr!r} has no plain bytes to move")
+        raise ValueError(f"{name}: a {kind} of type {typestr!r} cannot be transferred as bytes")
     if interface.get("mask") is not None:
-        raise ValueError(f"{name}: a {kind} with a mask is more than its bytes")
+        raise ValueError(f"{name}: a {kind} with a mask cannot be transferred as bytes")
     itemsize = int(typestr[2:])
     if not _is_c_contiguous(shape, interface.get("strides"), itemsize):
-        raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
+        raise ValueError(
+            f"{name}: expected a C-contiguous array in GPU memory (remedy: copy it first)"
+        )
     address, read_only = interface["data"]
     if writable and (read_only or _is_immutable(array)):
         raise ValueError(f"{name}: cannot read into a read-only {kind}")
     stream = interface.get("stream")
-    if stream == 0:  # CUDA takes it for one of two streams, and the protocol forbids it
-        raise ValueError(f"{name}: the stream of a {kind} is 0, which says nothing")
+    if (
+        stream == 0
+    ):  # forbidden by the protocol: 0 could mean the legacy or the per-thread default stream
+        raise ValueError(
+            f"{name}: the stream of a {kind} is 0, which the CUDA array interface forbids"
+        )
     nbytes = math.prod(shape) * itemsize
     if nbytes == 0:
         return 0, 0, array, None
@@ -414,7 +444,7 @@ def _device_of(address: int, what: str) -> int:
     try:
         return _core.device_of(address)
     except ValueError:
-        raise ValueError(f"{what}: no GPU has memory at the address {address:#x}") from None
+        raise ValueError(f"{what}: address {address:#x} is not in the memory of a GPU") from None
 
 
 def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
@@ -422,23 +452,27 @@ def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
     on_gpu = device in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) and not host
     if device not in _HOST_DEVICES and not on_gpu:
         raise ValueError(
-            f"{name}: an array on DLPack device ({int(device)}, {index}) has no "
-            f"{'host memory' if host else 'memory'} to move"
+            f"{name}: expected an array in host memory{'' if host else ' or on an NVIDIA GPU'} "
+            f"(got DLPack device ({int(device)}, {index}))"
         )
-    # It names no stream: the array's library lets the legacy one wait for its own.
+    # The core calls __dlpack__() without a stream argument. The array's library then makes the legacy stream wait for
+    # the work on the array that the library has queued.
     address, nbytes, is_writable, contiguous, view = _core.dlpack_memory(array)
     if writable and (not is_writable or _is_immutable(array)):
         raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
     if not contiguous:
-        raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
-    # What was exported is valid as long as the view is, whatever becomes of the array.
+        raise ValueError(f"{name}: expected a C-contiguous array (remedy: copy it first)")
+    # The view owns the exported memory, even if the array is deleted.
     if not on_gpu or nbytes == 0:
         return address, nbytes, view, None
-    if device == _DLPACK_CUDA:  # managed memory may be anywhere
+    if device == _DLPACK_CUDA:  # managed memory has no fixed device, so the exported index is used
         index = _device_of(address, f"{name}: a {type(array).__name__}")
     return _gpu_memory(address, nbytes, view, index, LEGACY_STREAM, name)
 
 
 def _is_immutable(array: object) -> bool:
-    """Return whether this is a JAX array, which neither DLPack before 1.0 nor CUDA's interface can say."""
+    """Return whether an array is a JAX array, which is immutable.
+
+    Neither DLPack before 1.0 nor the CUDA array interface can mark it as read-only.
+    """
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -1,4 +1,4 @@
-"""What users call: read and write arrays by path, and open files."""
+"""The public functions that read and write arrays by path, and :func:`open`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, is_pair
 from tensorferry.transfer.arrays import memory_of, memory_or_segments
+from tensorferry.transfer.checksums import checked
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.requests import checked_items, transfer, transfer_many
 from tensorferry.transfer.runtime import default_scheduler
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tensorferry.base.checks import Readable
-    from tensorferry.transfer.arrays import Array
+    from tensorferry.transfer.arrays import AnyMemory, Array
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority
 
     _Path = TypeVar("_Path", bound=Path)
 
-# What comes back as it was given: one array, or a list or tuple of arrays and of bytes to pass over.
-_Given = TypeVar("_Given", bound="Array | Sequence[Array | int]")
+# An argument that is returned unchanged: one array, or a list or tuple of arrays and of numbers of bytes to skip.
+_ArrayArgument = TypeVar("_ArrayArgument", bound="Array | Sequence[Array | int]")
 
 
 def write(
@@ -38,70 +39,74 @@ def write(
     priority: Priority = "normal",
     checksums: Checksums | None = None,
 ) -> None:
-    """Write an array's bytes to a file, or those of several arrays, one after the other.
+    """Write the bytes of an array, or of several consecutive arrays, to a file.
 
-    Without an offset they are all that the file holds then, as with ``pathlib.Path.write_bytes``; with one they are
-    written into it.
+    Without an offset the bytes become the file's whole content, as with ``pathlib.Path.write_bytes``. With an offset
+    they are written into the existing file.
 
     Parameters
     ----------
     path : str, bytes or PathLike
-        Created if missing, with mode 0666 less the umask.
+        The file. It is created with mode 0666 minus the umask if it does not exist.
     array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
-        Any dtype and shape, in host memory or on an NVIDIA GPU. One of torch's or NumPy's that is not
-        contiguous is copied first. Or any iterable of such: many small ones are as fast as one large one.
+        An array of any dtype and shape, in host memory or on an NVIDIA GPU. A torch tensor or NumPy array that is not
+        contiguous is copied first. Or any iterable of such arrays: many small ones are as fast as one large one.
     offset : int, optional
-        Where in the file to begin, in bytes. Bytes of the file before and behind stay as they are.
+        The file position of the first byte. The file's bytes before and after the range written are kept.
     truncate : bool, optional
-        After success, end the file behind the last byte written, or leave a longer file as long as it is. By default
-        it is ended where no offset is given, 0 being one. Devices have no end to be moved.
+        True truncates the file after the last byte written, once the write has succeeded; False keeps a longer file's
+        length. By default the file is truncated if no offset is given (an offset of 0 counts as given). Devices are
+        never truncated.
     sync : bool
-        Return only when data and size would survive a power cut (fdatasync), and the name, where this process made it
-        (fsync of the directory). What fails in this, or in closing the file, is raised.
+        Return only when data and size are durable (fdatasync), and also the name if this process created it (fsync of
+        the directory). An error of these calls, or of closing the file, is raised.
     atomic : bool
-        Write another file, make its data durable, and let it take this one's place by a rename: whatever ends the call
-        or the machine, the path holds all of the old bytes or all of the new ones, and who has the old file open reads
-        on in that. It takes space for both. Hard links to the old file stay with it, and a symbolic link is followed.
-        Owner, group, permissions and POSIX ACL stay; where this process may not give them, the file is its own, and
-        nobody else gets a right that he had not. Other extended attributes, capabilities among them, are lost. With
-        ``sync`` the name is durable, too.
+        Write a new file, make its data durable, and rename it to ``path``. If the call or the machine stops at any
+        moment, the path holds either all old bytes or all new ones, and processes that have the old file open continue
+        to read the old bytes. The call needs space for both files. Hard links keep the old file, and a symbolic link
+        is followed. Owner, group, permissions and POSIX ACL are kept; where this process may not set them, the new file
+        belongs to the user of the process, and no other user gains a right. Other extended attributes, including
+        capabilities, are lost. With ``sync`` the rename is durable, too.
     direct : "auto", True or False
-        "auto" and True write past the page cache (O_DIRECT), "auto" only where the file system can; False goes
+        "auto" and True bypass the page cache (O_DIRECT), "auto" only if the file system supports it. False writes
         through the page cache.
     priority : "normal" or "background"
-        Work in the background is done where there is nothing else to do: its blocks come after those of all others.
+        Blocks of a background transfer are submitted only when no block of a normal transfer is waiting.
     checksums : Checksums, optional
-        Has CRC-32s of what was written, afterwards.
+        Receives the CRC-32s of the bytes written.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable; nothing was touched.
+        An argument is invalid; nothing was changed.
     StorageError
-        Not all bytes could be written; it names the first that could not. The file is as long as before, or longer;
-        unless it is making it durable that failed.
+        Not all bytes could be written; the error has the offset of the first that could not. The file is not shorter
+        than before, unless only the sync failed.
     EngineUnavailableError
         The array is in GPU memory, and the CUDA driver cannot be used.
 
     Notes
     -----
-    A file that is not replaced atomically is overwritten, and ended last: who reads meanwhile finds old and new bytes,
-    but never fewer than the shorter of the two. Of two such calls of one process at the same time one is all of what
-    the file holds in the end. Several processes that write one file at the same time must give offsets, or ``atomic``:
-    else one may end the file where another has written behind, and holes of zeros remain.
+    Without ``atomic`` the file is overwritten in place and truncated last. A concurrent reader sees a mixture of old
+    and new bytes, and never fewer bytes than the shorter of the two contents. When two such calls of one process
+    overlap, the file finally holds the complete content of one of them. Several processes that write one file at the
+    same time must use offsets or ``atomic``: otherwise one may truncate the file while another writes beyond its new
+    end, which leaves holes of zeros.
 
-    GPU memory is written as it is when all that has been queued on its current stream has been done. Large arrays pass
-    through a few page-locked buffers, so that copies and writes overlap and no host memory as large is needed.
+    GPU memory is written with the content that it has after all work queued on its current stream. Large arrays pass
+    through a few pinned bounce buffers: copies and writes overlap, and host memory of the array's size is not needed.
     """
-    array, memory = memory_or_segments(array, writable=False)
+    array, memory = _memory_of_argument(array, writable=False)
     past_cache, background = direct_mode(direct), in_background(priority)
     begin = checked_offset(0 if offset is None else offset, memory[1])
     if atomic:
         if offset is not None:
-            raise ValueError(f"offset: {offset}, but an atomic write is of the whole file")
+            raise ValueError(f"offset: an atomic write replaces the whole file (got {offset})")
         _check_atomic(truncate)
+        if checksums is not None:
+            checked(checksums)
         path = checked_path(path)
-        _write_whole([(path, array)], sync, direct, priority, checksums)
+        _write_atomically([(path, array)], sync, direct, priority, checksums)
         return
     transfer(
         default_scheduler(),
@@ -121,13 +126,13 @@ def write(
 @overload
 def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
     path: Path,
-    array: _Given,
+    array: _ArrayArgument,
     offset: int = 0,
     *,
     direct: Direct = "auto",
     priority: Priority = "normal",
     checksums: Checksums | None = None,
-) -> _Given: ...
+) -> _ArrayArgument: ...
 @overload
 def read(
     path: Path,
@@ -147,45 +152,45 @@ def read(
     priority: Priority = "normal",
     checksums: Checksums | None = None,
 ) -> Any:
-    """Fill an array, or several one after the other, with bytes of a file, and return what was given.
+    """Fill an array, or several consecutive arrays, with bytes of a file, and return ``array``.
 
     Parameters
     ----------
     path : str, bytes or PathLike
         The file to read.
     array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
-        Contiguous and writable, of any dtype and shape, in host memory or on an NVIDIA GPU; all of it is filled.
-        Or any iterable of such, and of integers: so many bytes of the file are passed over. What cannot be gone
-        through twice is returned as a list. No two arrays may share memory.
+        A contiguous and writable array of any dtype and shape, in host memory or on an NVIDIA GPU; all of it is
+        filled. Or any iterable of such arrays and of integers, each a number of bytes of the file to skip. An iterable
+        that is not a list or tuple is returned as a list. No two arrays may share memory.
     offset : int
-        Where in the file to begin, in bytes.
+        The file position of the first byte.
     direct : "auto", True or False
-        "auto" reads past the page cache (O_DIRECT) but takes from it what it holds; True never looks there; False
-        always goes through it.
+        "auto" bypasses the page cache (O_DIRECT) but uses the pages that are already in it. True never uses the page
+        cache; False always reads through it.
     priority : "normal" or "background"
         As for :func:`write`.
     checksums : Checksums, optional
-        Compares what is read before any of it reaches an array, or has its CRC-32s afterwards.
+        Verifies each chunk before its bytes reach an array (``expected=``), or receives the CRC-32s of the bytes read.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable; nothing was touched.
+        An argument is invalid; nothing was changed.
     ChecksumError
-        Some chunk is not what was expected.
+        The checksum of a chunk differs from the expected one.
     ShortReadError
         The file ends before the array is full.
     StorageError
-        Not all bytes could be read; it names the first that could not.
+        Not all bytes could be read; the error has the offset of the first that could not.
     EngineUnavailableError
         The array is in GPU memory, and the CUDA driver cannot be used.
 
     Notes
     -----
-    GPU memory is not touched before all that has been queued on its current stream has been done. When this returns,
-    the bytes are there: work that is queued afterwards, on any stream, sees them.
+    GPU memory is written only after all work queued on its current stream. When the call returns, the bytes have
+    arrived: work queued afterwards, on any stream, sees them.
     """
-    array, memory = memory_or_segments(array, writable=True)
+    array, memory = _memory_of_argument(array, writable=True)
     transfer(
         default_scheduler(),
         path,
@@ -208,34 +213,34 @@ def write_many(
     direct: Direct = "auto",
     priority: Priority = "normal",
 ) -> None:
-    """Write many arrays, all outstanding at once, and return when all are written.
+    """Write many arrays, all outstanding at the same time, and return when all are written.
 
     Parameters
     ----------
     items : iterable of (path, array) or (path, array, offset)
-        Without an offset the file is replaced, with one it is written into, as by :func:`write`. Pieces of one file may
-        be given in any order; where they overlap, the later one wins.
+        As with :func:`write`, an item without an offset replaces the file, and one with an offset is written into it.
+        The items of one file may be in any order; where they overlap, the file finally has the bytes of the later item.
     truncate : bool, optional
-        End each file behind the last byte that this call writes to it, if all of its pieces have been written; or
-        none. By default those are ended of which a piece has no offset.
+        True truncates each file after the last byte that this call writes to it, once all its items have been
+        written; False truncates none. By default the files that have an item without an offset are truncated.
     atomic : bool
-        As for :func:`write`, for each file by itself: some may have taken their places, and others not.
+        As for :func:`write`, for each file separately: after a failure some files may be replaced and others not.
     sync, direct, priority
-        As for :func:`write`. Each file is synced once, whatever the number of its pieces.
+        As for :func:`write`. Each file is synced once, however many items it has.
 
     Raises
     ------
     ValueError, TypeError
-        An item is not usable; nothing was touched.
+        An item is invalid; nothing was changed.
     StorageError
-        The failure of the first item that failed; the message counts further ones, and ``others`` has them. Items that
-        did not fail have been written.
+        The error of the first item that failed. Its message has the number of further errors, and ``others`` holds
+        them. All other items have been written.
     """
     if atomic:
         direct_mode(direct)
         in_background(priority)
         _check_atomic(truncate)
-        _write_whole(_whole_items(items), sync, direct, priority, None)
+        _write_atomically(_atomic_items(items), sync, direct, priority, None)
         return
     transfer_many(
         default_scheduler(),
@@ -248,39 +253,54 @@ def write_many(
     )
 
 
+def _memory_of_argument(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
+    """Return what memory_or_segments() returns; its error for a path says that the arguments are swapped."""
+    try:
+        return memory_or_segments(array, writable=writable)
+    except TypeError:
+        if isinstance(array, (str, os.PathLike)):
+            raise TypeError(
+                f"array: expected an array, got {type(array).__name__} (the path comes first, then the array)"
+            ) from None
+        raise
+
+
 def _check_atomic(truncate: bool | None) -> None:
     if truncate is not None and not truncate:
-        raise ValueError("truncate: False, but an atomic write is of the whole file")
+        raise ValueError(
+            "truncate: cannot be combined with atomic=True, which replaces the whole file (got False)"
+        )
 
 
-def _whole_items(items: Iterable[Any]) -> list[tuple[Path, Any]]:
-    """Return paths and arrays of an atomic call, checked as :func:`transfer_many` does."""
+def _atomic_items(items: Iterable[Any]) -> list[tuple[Path, Any]]:
+    """Return the paths and arrays of an atomic call, with the checks of :func:`transfer_many`."""
     found: dict[str, tuple[Path, Any]] = {}
     for index, item in enumerate(checked_items(items)):
         name = f"items[{index}]"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise TypeError(f"{name}: expected (path, array), which is atomic; got {item!r}")
+            raise TypeError(f"{name}: an atomic write expects (path, array), got {item!r}")
         asked = checked_path(item[0], name)
         path = os.path.realpath(asked)
         if path in found:
-            raise ValueError(f"{name}: {path!r} comes twice")
+            raise ValueError(
+                f"{name}: an atomic write replaces a whole file, and another item already replaces {path!r}"
+            )
         memory_of(item[1], writable=False, name=name)
         found[path] = asked, item[1]
     return list(found.values())
 
 
-def _write_whole(
+def _write_atomically(
     items: list[tuple[Path, Any]],
     sync: bool,
     direct: Direct,
     priority: Priority,
     checksums: Checksums | None,
 ) -> None:
-    from tensorferry.transfer.replacement import (
-        write_whole,  # which few need, and takes a while to import
-    )
+    # Imported here: few programs need it, and it would slow down `import tensorferry`.
+    from tensorferry.transfer.replacement import replace_files
 
-    write_whole(items, sync=sync, direct=direct, priority=priority, checksums=checksums)
+    replace_files(items, sync=sync, direct=direct, priority=priority, checksums=checksums)
 
 
 def read_many(
@@ -289,21 +309,22 @@ def read_many(
     direct: Direct = "auto",
     priority: Priority = "normal",
 ) -> None:
-    """Fill many arrays, all outstanding at once, and return when all are full.
+    """Fill many arrays, all outstanding at the same time, and return when all are full.
 
     Parameters
     ----------
     items : iterable of (path, array) or (path, array, offset)
-        A path that comes again is opened once.
+        A file with several items is opened once.
     direct, priority
         As for :func:`read`.
 
     Raises
     ------
     ValueError, TypeError
-        An item is not usable; nothing was touched.
+        An item is invalid; nothing was changed.
     StorageError
-        The failure of the first item that failed; the message counts further ones, and ``others`` has them.
+        The error of the first item that failed. Its message has the number of further errors, and ``others`` holds
+        them.
     """
     transfer_many(
         default_scheduler(),
@@ -345,41 +366,42 @@ def open(
     block_size: int | None = None,
     queue_depth: int | None = None,
 ) -> File | StripedFile:
-    """Open a file for many transfers; see :class:`File`. With several paths, one file over several drives.
+    """Open a file for many transfers (:class:`File`), or several paths as one striped file (:class:`StripedFile`).
 
     Parameters
     ----------
     path : str, bytes or PathLike, or a list or tuple of these
-        The file. Several are the parts of one file, in this order: see :class:`StripedFile`. To be read, also an object
-        of a bucket, by its URL (``s3://``, ``gs://``, ``az://``, ``https://``) or as a pair of an obstore store and a
-        key, with the extra ``tensorferry[remote]``; the settings below mean nothing for it.
+        The file. A list or tuple names the parts of one striped file, in this order. For reading, the path may also be
+        an object in a bucket: a URL (``s3://``, ``gs://``, ``az://``, ``https://``) or a pair of an obstore store and
+        a key. This requires the extra ``tensorferry[remote]``, and the settings below have no effect.
     mode : str
-        As for the built-in ``open``: "r" to read, "r+" to read and write an existing file, "w" and "w+" to begin
-        with an empty one, "x" and "x+" to create one that must not exist. Always binary: a "b" says nothing more.
+        As for the built-in ``open``: "r" reads, "r+" reads and writes an existing file, "w" and "w+" start with an
+        empty file, "x" and "x+" create a file that must not exist. Files are always binary; a "b" is allowed and has
+        no effect.
     stripe_nbytes : int, optional
-        For several paths: bytes that go to one of them before it is the next one's turn, a multiple of 4096; 1 MiB by
-        default. A file must be opened with those that it was written with.
+        For several paths: the stripe size, which is the number of consecutive bytes in one part before the next part
+        continues. A multiple of 4096; 1 MiB by default. Open a file with the stripe size that it was written with.
     direct : "auto", True or False
         As for :func:`read` and :func:`write`.
     engine : str, optional
-        "io_uring", "libaio" or "threads"; by default TENSORFERRY_ENGINE, or the first that works.
+        "io_uring", "libaio" or "threads". By default the value of TENSORFERRY_ENGINE, or the first engine that works.
     block_size : int, optional
-        Bytes that one submission carries.
+        Bytes in one submission (block).
     queue_depth : int, optional
-        Blocks in flight at most. Any of these three gives the file workers of its own. With none of them, the
-        profile of the file's file system is used where ``tensorferry tune`` has stored one. Each of several paths has
-        workers of its own in any case.
+        The maximum number of blocks in flight. If any of ``engine``, ``block_size`` and ``queue_depth`` is given, the
+        file has its own workers. If none is given, the profile of the file system applies, provided that
+        ``tensorferry tune`` has stored one. Each part of a striped file has its own workers in any case.
 
     Raises
     ------
     ValueError
-        An argument is not usable.
+        An argument is invalid.
     StorageError
         The file cannot be opened.
     EngineUnavailableError
-        The engine cannot be had here.
+        The engine does not work on this machine.
     ImportError
-        It is in a bucket, and obstore is not installed.
+        The path is an object in a bucket, and obstore is not installed.
     """
     if isinstance(path, (list, tuple)) and not is_pair(path):
         return StripedFile(
@@ -392,7 +414,7 @@ def open(
             queue_depth=queue_depth,
         )
     if stripe_nbytes is not None:
-        raise ValueError("stripe_nbytes: one file has no stripes; several are given as a list")
+        raise ValueError("stripe_nbytes: only a list of paths has stripes; this is a single path")
     return File(
         path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth
     )

@@ -1,46 +1,50 @@
-"""CRC-32 checksums of a transfer's bytes, taken on their way."""
+"""CRC-32 checksums that are computed while a transfer moves its bytes."""
 
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
 from tensorferry.base.checks import integer
-from tensorferry.base.reprs import once_made
+from tensorferry.base.reprs import safe_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# Smaller chunks cost more than they tell; larger ones do not fit the bounce pool.
+# Smaller chunks cost more time than a more exact location of damage is worth; larger chunks do not fit into the bounce
+# pool, which holds a chunk until its checksum has been verified.
 MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 4096, 4 << 20
 
 
 class Checksums:
-    """Which checksums are wanted of a transfer; after it, what they are. Pass it as ``checksums=``, to one call.
+    """A request for the CRC-32 checksums of one transfer; it holds their values once the transfer has succeeded.
 
-    They are CRC-32s as :func:`zlib.crc32` and zip archives have them, taken while the bytes are in the processor's
-    cache.
+    Pass it as ``checksums=`` to one call. The checksums are those of :func:`zlib.crc32` and of zip archives. They are
+    computed while the bytes are in the processor's cache.
 
     Parameters
     ----------
     chunk_nbytes : int, optional
-        Take one of each chunk of so many bytes (4096 to 4 MiB), from the transfer's offset on; the last one may be
-        shorter.
+        Compute one checksum for each chunk of this many bytes (4096 to 4 MiB), starting at the transfer's offset; the
+        last chunk may be shorter.
     segments : bool
-        Take one of each segment (array) as well.
+        Also compute one checksum for each segment (array).
     expected : iterable of int, optional
-        What the chunks' should be: for a read. No byte of a chunk that differs reaches an array, and
-        :class:`ChecksumError` says which bytes of the file it has.
-    straight : bool
-        Compare the expected ones with what has reached the arrays, rather than before it does: for arrays that nobody
-        else looks at before the read has succeeded. No copy is made where memory and range are aligned. After a
-        :class:`ChecksumError` the arrays have the damaged bytes.
+        For a read: the checksums that the chunks must have. If a chunk differs, none of its bytes reaches an array,
+        and the read raises :class:`ChecksumError` with the chunk's byte range in the file.
+    in_place : bool
+        Compare the expected checksums after the bytes have reached the arrays, not before. Use it only for arrays that
+        no other code reads until the call has succeeded: after a :class:`ChecksumError` they contain the damaged
+        bytes. Where memory and file range are aligned it avoids a copy.
+    straight : bool, optional
+        The name that ``in_place`` had in 0.1. It emits a DeprecationWarning; the next release removes it.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is not usable.
+        An argument is invalid.
 
     Examples
     --------
@@ -56,86 +60,110 @@ class Checksums:
         *,
         segments: bool = False,
         expected: Iterable[int] | None = None,
-        straight: bool = False,
+        in_place: bool = False,
+        straight: bool | None = None,
     ) -> None:
+        if straight is not None:
+            warnings.warn(
+                "Checksums(straight=...) is deprecated; use in_place=...",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            in_place = straight
         if chunk_nbytes is not None:
             chunk_nbytes = integer(chunk_nbytes, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES)
         elif not segments:
-            raise ValueError("chunk_nbytes, segments: neither asks for a checksum")
+            raise ValueError("chunk_nbytes, segments: at least one must be given")
         elif expected is not None:
-            raise ValueError("expected: chunks are compared, and there is no chunk_nbytes")
-        if straight and expected is None:
-            raise ValueError("straight: nothing is compared, since there is no expected=")
+            raise ValueError("expected: requires chunk_nbytes, because chunks are compared")
+        if in_place and expected is None:
+            raise ValueError("in_place: requires expected=, because nothing else is compared")
         self._chunk_nbytes = chunk_nbytes
         self._expected = None if expected is None else [operator.index(one) for one in expected]
         for index, one in enumerate(self._expected or ()):
             if not 0 <= one < 1 << 32:
-                raise ValueError(f"expected[{index}]: {one} is no 32-bit number")
+                raise ValueError(f"expected[{index}]: not an unsigned 32-bit integer (got {one})")
         self._of_segments = bool(segments)
         self._core: _core.Checksums | _core.Stream = _core.Checksums(
-            chunk_nbytes or 0, self._of_segments, self._expected or [], bool(straight)
+            chunk_nbytes or 0, self._of_segments, self._expected or [], bool(in_place)
         )
-        self._unused = [self._core]  # taken by the transfer that uses it, at one stroke
+        # The transfer that uses the checksums pops them. list.pop() is atomic, so of two threads that pass the same
+        # Checksums one gets them and the other raises.
+        self._unused = [self._core]
 
     @property
     def chunks(self) -> list[int]:
-        """The CRC-32 of each chunk; ValueError before the transfer has succeeded."""
+        """The CRC-32 of each chunk. Raises ValueError until the transfer has succeeded."""
         return _complete(self._core.chunks)
 
     @property
     def segments(self) -> list[int]:
-        """The CRC-32 of each segment, or of the one array; ValueError before the transfer has succeeded."""
+        """The CRC-32 of each segment, or of the single array. Raises ValueError until the transfer has succeeded."""
         return _complete(self._core.segments)
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
-        wanted = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
-        wanted += ["segments=True"] if self._of_segments else []
-        wanted += [] if self._expected is None else [f"{len(self._expected)} expected"]
+        settings = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
+        settings += ["segments=True"] if self._of_segments else []
+        settings += [] if self._expected is None else [f"{len(self._expected)} expected"]
         complete = self._core.segments if self._of_segments else self._core.chunks
         state = "unused" if self._unused else "not complete" if complete is None else "complete"
-        return f"<tensorferry.Checksums {', '.join(wanted)}: {state}>"
+        return f"<tensorferry.Checksums {', '.join(settings)}: {state}>"
 
-    def _use(self, nbytes: int, *, write: bool) -> _core.Checksums:
-        """Return the core's, for one transfer of so many bytes."""
+    def _claim(self, nbytes: int, *, write: bool) -> _core.Checksums:
+        """Return the core's checksums for one transfer of ``nbytes`` bytes; a second transfer cannot use them."""
         if self._expected is not None:
             count = -(-nbytes // (self._chunk_nbytes or 1))
             if write:
-                raise ValueError("checksums: expected ones are for reading")
+                raise ValueError("checksums: expected= is only for reads")
             if count != len(self._expected):
                 raise ValueError(
-                    f"checksums: {nbytes} bytes have {count} chunks of {self._chunk_nbytes}, and "
-                    f"{len(self._expected)} are expected"
+                    f"checksums: {nbytes} bytes have {count} chunks of {self._chunk_nbytes} bytes, but expected= has "
+                    f"{len(self._expected)} checksums"
                 )
-        return self._take()
+        return self._pop_unused()
 
-    def _give_back(self, core: _core.Checksums) -> None:
-        """Be no transfer's again, unless that which was to have them has begun."""
+    def _release(self, core: _core.Checksums) -> None:
+        """Make the checksums usable by another transfer, unless the transfer that claimed them has begun."""
         if not core.begun:
             self._unused.append(core)
 
-    def _of_stream(self, make: Callable[[int, bool], _core.Stream]) -> _core.Stream:
-        """Return a stream, made with the size of chunks and whether segments count, that these are of from now on."""
+    def _attach_stream(self, make: Callable[[int, bool], _core.Stream]) -> _core.Stream:
+        """Return a core stream that ``make(chunk_nbytes, segments)`` creates; then this object has its checksums."""
         if self._expected is not None:
-            raise ValueError("checksums: expected ones are for reading")
-        unused = self._take()
+            raise ValueError("checksums: expected= is only for reads")
+        unused = self._pop_unused()
         try:
             self._core = make(self._chunk_nbytes or 0, self._of_segments)
         except BaseException:
-            self._give_back(unused)
+            self._release(unused)
             raise
         return self._core
 
-    def _take(self) -> _core.Checksums:
+    def _pop_unused(self) -> _core.Checksums:
         try:
             return self._unused.pop()
         except IndexError:
-            raise ValueError("checksums: these are another transfer's") from None
+            raise ValueError(
+                "checksums: this object has been used by another transfer (remedy: pass a new Checksums to each call)"
+            ) from None
+
+
+def checked(checksums: Checksums) -> Checksums:
+    """Return a call's argument ``checksums`` after checking its type."""
+    if not isinstance(checksums, Checksums):
+        raise TypeError(
+            f"checksums: expected a tensorferry.Checksums, got {type(checksums).__name__}"
+        )
+    return checksums
+
+
+def claim(checksums: Checksums, nbytes: int, *, write: bool) -> _core.Checksums:
+    """Check a call's argument ``checksums``, and return the core's checksums for a transfer of ``nbytes`` bytes."""
+    return checked(checksums)._claim(nbytes, write=write)
 
 
 def _complete(sums: list[int] | None) -> list[int]:
     if sums is None:
-        raise ValueError(
-            "these checksums are not complete: no transfer that has them has succeeded"
-        )
+        raise ValueError("checksums: not complete, because no transfer with them has succeeded yet")
     return sums

@@ -1,15 +1,16 @@
-"""What is used where no setting is given, and how far settings go.
+"""Default values and limits of the settings.
 
-It imports nothing: `import tensorferry` needs these numbers, and dataclasses alone would be a fifth of its time.
+This module imports nothing, because `import tensorferry` needs these numbers and importing dataclasses alone would
+add a fifth to its time.
 """
 
-# The core's own defaults and the docs are held to these by a test.
+# A test checks that the core's defaults and the documentation agree with these.
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
 
-# Beyond these a queue has more memory than I/O in it.
+# Above these limits a larger queue or block uses more memory without adding useful I/O.
 MAX_QUEUE_DEPTH = 32768
 MAX_BLOCK_NBYTES = 1 << 30
 
-# Workers of a handle.
+# The maximum number of worker threads of one handle.
 MAX_PARALLELISM = 256

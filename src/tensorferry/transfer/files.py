@@ -1,4 +1,4 @@
-"""Open files: arrays to and from them, blocking or with futures."""
+"""Open files, with blocking and asynchronous transfers of arrays."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tensorferry.transfer.defaults import (
     MAX_BLOCK_NBYTES,
     MAX_QUEUE_DEPTH,
 )
-from tensorferry.transfer.futures import Pending
-from tensorferry.transfer.requests import set_size, start, transfer, write_apart
+from tensorferry.transfer.futures import PendingFutures
+from tensorferry.transfer.requests import set_size, start, transfer, write_segments
 from tensorferry.transfer.runtime import (
     AnyScheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
-    patiently,
     scheduler_of,
     schedulers_of,
-    warn_of_left_behind,
+    wait_while_progressing,
+    warn_of_abandoned_io,
     with_descriptors,
 )
 from tensorferry.transfer.streams import Stream
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     _Path = TypeVar("_Path", bound=Path)
 
 _Array = TypeVar("_Array")
-# What comes back as it was given: one array, or a list or tuple of arrays and of bytes to pass over.
-_Given = TypeVar("_Given", bound="Array | Sequence[Array | int]")
+# An argument that is returned unchanged: one array, or a list or tuple of arrays and of numbers of bytes to skip.
+_ArrayArgument = TypeVar("_ArrayArgument", bound="Array | Sequence[Array | int]")
 
 Priority: TypeAlias = "Literal['normal', 'background']"
 
@@ -71,23 +71,24 @@ _MODES = {
 }
 
 
-class Transferring(abc.ABC):
-    """What all open files have: reading and writing, blocking or with futures, and the end of a ``with`` block.
+class TransferMethods(abc.ABC):
+    """Base class of open files: blocking and asynchronous reads and writes, and closing at the end of a ``with`` block.
 
-    At the end of an ``async with`` block other tasks go on while transfers on their way are waited for.
+    The end of an ``async with`` block awaits the outstanding transfers, and other tasks of the event loop run
+    meanwhile.
     """
 
-    _pending: Pending
+    _pending: PendingFutures
 
     @overload
     def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
         self,
-        array: _Given,
+        array: _ArrayArgument,
         offset: int = 0,
         *,
         priority: Priority = "normal",
         checksums: Checksums | None = None,
-    ) -> _Given: ...
+    ) -> _ArrayArgument: ...
     @overload
     def read(
         self,
@@ -105,7 +106,7 @@ class Transferring(abc.ABC):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> Any:
-        """Fill an array, or several, from ``offset`` (bytes) on, and return what was given. See :func:`read`."""
+        """Fill an array, or several, with the bytes at ``offset``, and return ``array``. See :func:`read`."""
         return self._transfer(array, offset, priority, checksums, write=False)
 
     def write(
@@ -117,21 +118,21 @@ class Transferring(abc.ABC):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> None:
-        """Write an array, or several, into the file at ``offset`` (bytes): what is behind stays as it is.
+        """Write an array, or several, into the file at ``offset`` (bytes). Bytes after the last one written are kept.
 
-        See :func:`tensorferry.write`. A file opened with "w" was empty, and :meth:`File.truncate` ends one.
+        See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`File.truncate` shortens it.
         """
         self._transfer(array, offset, priority, checksums, write=True, sync=sync)
 
     @overload
     def read_into(  # type: ignore[overload-overlap]  # a list is an iterable, too
         self,
-        array: _Given,
+        array: _ArrayArgument,
         offset: int = 0,
         *,
         priority: Priority = "normal",
         checksums: Checksums | None = None,
-    ) -> Future[_Given]: ...
+    ) -> Future[_ArrayArgument]: ...
     @overload
     def read_into(
         self,
@@ -149,25 +150,25 @@ class Transferring(abc.ABC):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> Future[Any]:
-        """Begin to fill an array, or several, from ``offset`` (bytes) on.
+        """Start to fill an array, or several, with the bytes at ``offset``.
 
         Returns
         -------
         Future
-            Its result is what was given.
+            Its result is ``array``.
         """
         return self._start(array, offset, priority, checksums, write=False)
 
     @overload
     def write_from(  # type: ignore[overload-overlap]  # a list is an iterable, too
         self,
-        array: _Given,
+        array: _ArrayArgument,
         offset: int = 0,
         *,
         sync: bool = False,
         priority: Priority = "normal",
         checksums: Checksums | None = None,
-    ) -> Future[_Given]: ...
+    ) -> Future[_ArrayArgument]: ...
     @overload
     def write_from(
         self,
@@ -187,12 +188,12 @@ class Transferring(abc.ABC):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> Future[Any]:
-        """Begin to write an array, or several, at ``offset`` (bytes). Do not change any before the future is done.
+        """Start to write an array, or several, at ``offset`` (bytes). Do not change them until the future is done.
 
         Returns
         -------
         Future
-            Its result is what was given.
+            Its result is ``array``.
         """
         return self._start(array, offset, priority, checksums, write=True, sync=sync)
 
@@ -201,18 +202,20 @@ class Transferring(abc.ABC):
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            for future in self._pending.living():
-                await future._ended()
+            for future in self._pending.alive():
+                await future._wait_until_done()
         finally:
-            self.close()  # which finds nothing to wait for, unless this was cancelled or others went on
+            # close() blocks the event loop only if transfers are left: if this task was cancelled, or if another thread
+            # has started transfers meanwhile.
+            self.close()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Wait for transfers on their way, and close."""
+        """Wait for the outstanding transfers, and close the file."""
 
     @abc.abstractmethod
-    def _write_apart(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
-        """Write rows of a table, which are segments with gaps from ``offset`` on."""
+    def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
+        """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
 
     @abc.abstractmethod
     def _transfer(
@@ -239,14 +242,14 @@ class Transferring(abc.ABC):
     ) -> Future[_Array]: ...
 
 
-class File(Transferring):
+class File(TransferMethods):
     """An open file, made by :func:`tensorferry.open`.
 
-    Any number of threads may use it, and any number of transfers may be on their way. Closing waits for them. Files
-    are context managers.
+    Any number of threads may use it at the same time, with any number of outstanding transfers. Closing waits for the
+    transfers. Files are context managers.
     """
 
-    _version: Version | None = None  # of an object of a bucket
+    _version: Version | None = None  # the version of an object in a bucket; None for a local file
 
     def __init__(
         self,
@@ -258,35 +261,37 @@ class File(Transferring):
         block_size: int | None = None,
         queue_depth: int | None = None,
     ) -> None:
-        how = how_to_open(mode)
+        how = mode_flags(mode)
         past_cache = direct_mode(direct)
         if mode in ("r", "rb") and (is_pair(path) or is_url(path)):
             self._open_object(path)
             return
-        text = checked_path(path)  # type: ignore[arg-type]  # it says what is wrong with a pair
-        own = chosen_scheduler(engine, block_size, queue_depth)
+        text = checked_path(path)  # type: ignore[arg-type]  # raises for a pair, which cannot be opened for writing
+        own = scheduler_for_settings(engine, block_size, queue_depth)
         self._open(text, how, past_cache, own or default_scheduler(), own)
 
     @classmethod
-    def _of_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
-        """Open, for writing, the file of a descriptor, which stays the caller's.
+    def _from_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
+        """Open, for reading and writing, the file of a descriptor that remains the caller's.
 
-        Where the file system refuses to open it a second time, both share what is open.
+        If the file system refuses to open the file a second time, the new File uses a duplicate of the descriptor,
+        which shares the open file description.
         """
         file = cls.__new__(cls)
         file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
         return file
 
     def _open_object(self, path: Any) -> None:
-        """Open an object of a bucket; the settings of drives are not its own."""
-        from tensorferry.transfer.remote import open_object, source_path  # for those who need it
+        """Open an object in a bucket. Engine, block size and queue depth are settings of drives and do not apply."""
+        # Imported here: most programs read no buckets.
+        from tensorferry.transfer.remote import open_object, source_path
 
         found = open_object(source_path(path))
-        self._hold(found.file, found.scheduler, None)
+        self._set_file(found.file, found.scheduler, None)
         self._version = found.version
 
-    def _again(self) -> File:
-        """Open the very same file once more, whatever has its name now; in a forked child as well."""
+    def _reopen(self) -> File:
+        """Open the same file again, even if its path now names another file. It also works in a forked child."""
         if self._version is None:
             return File(f"/proc/self/fd/{self._open_file().descriptor}")
         found = File(self._path)
@@ -304,7 +309,11 @@ class File(Transferring):
         scheduler: AnyScheduler,
         own: AnyScheduler | None,
     ) -> None:
-        """Open what has been checked; the scheduler ``own`` ends with the file."""
+        """Open a file, with arguments that have been checked.
+
+        ``how`` has the flags of _MODES. ``own`` is the scheduler if only this file uses it; the scheduler then ends
+        when the file is closed. If other files share the scheduler, ``own`` is None.
+        """
         file = with_descriptors(
             scheduler,
             lambda: (
@@ -313,12 +322,14 @@ class File(Transferring):
                 else _core.open_file(path, *how[:4], False, direct)
             ),
         )
-        self._hold(file, schedulers_of(scheduler, file), own)
+        self._set_file(file, schedulers_of(scheduler, file), own)
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
 
-    def _hold(self, file: _core.File, scheduler: AnyScheduler, own: AnyScheduler | None) -> None:
-        self._pending = Pending()
+    def _set_file(
+        self, file: _core.File, scheduler: AnyScheduler, own: AnyScheduler | None
+    ) -> None:
+        self._pending = PendingFutures()
         self._closing = threading.RLock()
         self._file: _core.File | None = file
         self._own_scheduler = own
@@ -327,23 +338,23 @@ class File(Transferring):
 
     @property
     def path(self) -> str:
-        """The path it was opened by."""
+        """The path that was opened."""
         return self._path
 
     @property
     def size(self) -> int:
-        """The file's present size in bytes."""
+        """The file's current size in bytes."""
         size = self._open_file().size()
         return 0 if size is None else size
 
     @property
     def engine(self) -> str:
-        """The engine that moves its blocks."""
+        """The name of the engine that submits the file's blocks."""
         return self._scheduler.engine
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Whether the file has been closed."""
         return self._file is None
 
     def stream(
@@ -354,23 +365,23 @@ class File(Transferring):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> Stream:
-        """Begin to write arrays that come one by one, from ``offset`` (bytes) on.
+        """Return a stream that writes arrays one after the other, starting at ``offset`` (bytes).
 
         Parameters
         ----------
         offset : int
-            Where in the file the first one goes.
+            The position of the first array in the file.
         nbytes_reserved : int
-            Space to reserve at once, as by :meth:`preallocate`: about as much as will come, if that is known.
+            Space to reserve immediately, as :meth:`preallocate` does: the approximate size of all arrays, if known.
         priority : "normal" or "background"
             As for :func:`tensorferry.write`.
         checksums : Checksums, optional
-            Has CRC-32s of what was written, when the stream has been finished.
+            Receives the CRC-32s of the bytes written once the stream has been finished.
 
         Returns
         -------
         Stream
-            To be finished before the file is closed.
+            Finish it before closing the file.
 
         Examples
         --------
@@ -391,53 +402,56 @@ class File(Transferring):
         )
 
     def sync(self) -> None:
-        """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered.
+        """Make the bytes written so far and the file size durable (fdatasync). Outstanding transfers are not covered.
 
-        Once this has failed, here or for ``sync=True``, it fails for ever: the kernel tells of a failure only once, and
-        what was written before may be lost. Open the file anew, and write it again.
+        Once a sync of this file has failed, here or with ``sync=True``, every later one fails, too: the kernel reports
+        a write-back error only once, and bytes written earlier may be lost. Open the file again and rewrite it.
         """
         self._open_file().sync()
 
     def preallocate(self, nbytes: int, offset: int = 0) -> None:
-        """Reserve space for what [offset, offset + nbytes) has beyond the present end; the file then is longer.
+        """Reserve space for the part of [offset, offset + nbytes) beyond the file's end, and extend the file to it.
 
-        A disk that has not so much left refuses at once with StorageError (ENOSPC), and nothing has changed. File
-        systems that cannot reserve are left alone, and so is the size there.
+        Without enough free space this method raises StorageError (ENOSPC) and changes nothing. On a file system that
+        cannot reserve space this method does nothing, and the size stays the same.
         """
         file = self._open_file(writing=True)
         file.preallocate(checked_offset(offset, nbytes), checked_offset(nbytes, 0, "nbytes"))
 
     def truncate(self, nbytes: int) -> None:
-        """Set the file's size in bytes, when what was to be written behind it before has been written."""
+        """Set the file's size in bytes. Writes submitted earlier beyond that size complete first."""
         file = self._open_file(writing=True)
         set_size(self._scheduler, file, checked_offset(nbytes, 0, "nbytes"))
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the workers it uses.
+        """Return the counters of the file's workers.
 
-        They are its own, or shared by all files without explicit settings (of file systems with the same profile).
+        A file opened with explicit settings has separate workers. All other files share workers, one set for all file
+        systems that have the same profile.
         """
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Wait for transfers on their way, and close. Their futures keep results and failures.
+        """Wait for the outstanding transfers, and close the file. Their futures keep results and errors.
 
-        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
+        If no byte moves for 60 seconds, stop waiting and emit a ``RuntimeWarning``; the arrays stay referenced.
         """
-        self._close(patiently)
+        self._close(wait_while_progressing)
 
     def _close(self, wait: Callable[..., bool]) -> None:
-        """Close, with a way to wait for steps as :func:`patiently` has it."""
+        """Close the file; ``wait`` is :func:`wait_while_progressing` or a function with the same parameters."""
         if not self._scheduler.belongs_to_this_process():
             self._file = None
             return
-        with self._closing:  # who comes second returns when all is done, too
+        with (
+            self._closing
+        ):  # a second thread that calls close() also returns only when the file is closed
             file, self._file = self._file, None
             if file is None:
                 return
             try:
                 left = self._finish(file, wait)
-            except BaseException:  # Ctrl-C: to be closed again
+            except BaseException:  # KeyboardInterrupt: the file stays open and can be closed again
                 self._file = file
                 raise
             if self._own_scheduler is not None:
@@ -445,12 +459,12 @@ class File(Transferring):
             else:
                 self._scheduler.reap()
                 if left:
-                    warn_of_left_behind(f"outstanding transfers of {self._path!r}")
+                    warn_of_abandoned_io(f"outstanding transfers of {self._path!r}")
             if not left:
                 file.close()
 
     def _finish(self, file: _core.File, wait: Callable[..., bool]) -> bool:
-        """Wait for transfers, others' blocking calls among them; return whether some were given up."""
+        """Wait for all transfers, including blocking calls of other threads; return whether some were abandoned."""
         pending = self._pending.take()
         try:
             for reference in pending:
@@ -459,15 +473,15 @@ class File(Transferring):
                     continue
                 if not wait(future._request.wait, self._scheduler):
                     return True
-                future.done()  # sees the end while the array is as it was
+                future.done()  # checks now that the array still has its memory, before the caller can resize it
             if self._version is not None:
-                file.retire(
-                    0.0
-                )  # an answer that nobody waits for may take minutes; its memory is kept
+                # Do not wait for the responses of cancelled HTTP requests, which may take minutes. The core keeps the
+                # requests' memory until the responses have arrived.
+                file.retire(0.0)
                 return False
             return not wait(file.retire, self._scheduler)
         except BaseException:
-            self._pending.put_back(pending)
+            self._pending.restore(pending)
             raise
 
     def __enter__(self) -> File:
@@ -481,9 +495,9 @@ class File(Transferring):
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.File {self._path!r}>"
 
-    def _write_apart(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
+    def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
         file = self._open_file(writing=True)
-        write_apart([(self._scheduler, file, segments, offset)], sync=sync)
+        write_segments([(self._scheduler, file, segments, offset)], sync=sync)
 
     def _open_file(self, *, reading: bool = False, writing: bool = False) -> _core.File:
         if self._file is None:
@@ -506,7 +520,8 @@ class File(Transferring):
     ) -> _Array:
         file = self._open_file(reading=not write, writing=write)
         scheduler, background = self._scheduler, in_background(priority)
-        # One call of the core where it can be: of a small read, Python's part takes longer than all else but the drive.
+        # run_plain handles the common kinds of arrays in one call of the core, and returns False for all others. This
+        # saves time, because in a small read the Python code takes longer than everything else except the drive.
         if checksums is None and scheduler.run_plain(file, array, offset, write, sync, background):
             return array
         array, memory = memory_or_segments(array, writable=not write)
@@ -559,21 +574,27 @@ class File(Transferring):
         return future
 
 
-def how_to_open(mode: str) -> tuple[bool, bool, bool, bool, bool]:
-    """Return what a mode means: whether to read, to write, to create, only to create, to begin with nothing."""
+def mode_flags(mode: str) -> tuple[bool, bool, bool, bool, bool]:
+    """Return the flags (read, write, create, exclusive, truncate) of a mode."""
     if not isinstance(mode, str):
-        raise TypeError(f"mode: {mode!r} is no text")
+        raise TypeError(f"mode: expected a str, got {mode!r}")
     binary = mode[:1] + mode[1:].replace("b", "", 1)  # "rb", "rb+" and "r+b"
     if binary not in _MODES:
-        hint = "; transfers have offsets, and append nothing" if "a" in mode else ""
-        raise ValueError(f"mode: {mode!r} is none of {', '.join(_MODES)}, with or without b{hint}")
+        hint = (
+            "; appending is not supported, because every transfer has an offset"
+            if "a" in mode
+            else ""
+        )
+        raise ValueError(
+            f"mode: {mode!r} is not one of {', '.join(_MODES)}, with or without b{hint}"
+        )
     return _MODES[binary]
 
 
-def chosen_scheduler(
+def scheduler_for_settings(
     engine: str | None, block_size: int | None, queue_depth: int | None
 ) -> _core.Scheduler | None:
-    """Return a scheduler for these settings, as :func:`open` has them; None where nothing was chosen."""
+    """Return a new scheduler with these settings of :func:`open`, or None if all of them are None."""
     if engine is None and block_size is None and queue_depth is None:
         return None
     block = DEFAULT_BLOCK_NBYTES if block_size is None else block_size
@@ -588,6 +609,6 @@ def chosen_scheduler(
 
 
 def in_background(priority: Priority) -> bool:
-    """Return whether a transfer comes after all that are not in the background."""
+    """Return whether a priority is "background": such a transfer waits while blocks of normal transfers are waiting."""
     one_of(priority, "priority", ("normal", "background"))
     return priority == "background"

@@ -1,8 +1,10 @@
-"""Futures: what an asynchronous call returns.
+"""Futures: the results of asynchronous calls.
 
-Completion reaches Python through a queue and an eventfd of the core. A running event loop watches the descriptor;
-callbacks are called by one thread that sleeps on it. No worker of the core ever needs the GIL. What is asked often
-(``done``, ``result``, ``await``, ``cancel``) is the core's: see csrc/bindings/future.h.
+A completed request reaches Python through a completion queue of the core, which makes an eventfd readable. Each event
+loop that awaits futures watches the eventfd of its own queue (a listener). A thread of this module sleeps on another
+queue and calls the functions of :meth:`Future.add_done_callback`. Therefore no worker thread of the core ever needs the
+GIL. The methods that are called often (``done``, ``result``, ``await``, ``cancel``) are implemented in the core: see
+csrc/bindings/future.h.
 """
 
 from __future__ import annotations
@@ -33,59 +35,68 @@ else:
 
 
 class Request(Protocol):
-    """What a future is of: one of the core's requests, or several looked at as one."""
+    """The request behind a future: one request of the core, or several that are treated as one."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the request has ended."""
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait, and return whether it has ended."""
+        """Wait, and return whether the request has ended."""
 
     def cancel(self) -> None:
-        """End it before its time."""
+        """Cancel the blocks that have not started."""
 
     def exception(self) -> StorageError | None:
-        """Return what went wrong; valid once done."""
+        """Return the request's error, or None if it succeeded; valid once the request is done."""
 
     def notify(self, queue: _core.CompletionQueue, token: int) -> None:
-        """Have a queue told when the request, or one more of several, is done."""
+        """Put ``token`` into a completion queue once, when the request is done.
+
+        For several requests that are treated as one, this is when the first of the unfinished requests is done.
+        """
 
 
 class Future(_core.Future, Generic[_T_co]):
-    """The outcome of a transfer on its way: ``Future[T]`` gives a ``T``. Await it, or ask :meth:`result`.
+    """The future result of a transfer: ``Future[T]`` yields a ``T``. Await it, or call :meth:`result`.
 
-    It keeps the array alive until the transfer is done. Read the array, or change what is being written, only then.
-    A failure that nobody asked about is warned of (``RuntimeWarning``) when the future goes away.
+    A future keeps its array alive until the transfer is done. Until then, do not read an array that is being filled
+    and do not change one that is being written. If a transfer fails and its future is deleted before any code has
+    asked for the outcome, the failure is emitted as a ``RuntimeWarning``.
 
-    For asyncio it is a coroutine as well, so that ``create_task``, ``TaskGroup.create_task``, ``gather``, ``wait_for``,
-    ``shield`` and ``as_completed`` take it; several tasks may await one. As with ``asyncio.Future``, cancelling a task
-    that awaits it cancels the transfer. The task need not wait for what is in flight then, but whoever wants to use
-    the array again must: until :meth:`done`.
+    For asyncio a future is also a coroutine: ``create_task``, ``TaskGroup.create_task``, ``gather``, ``wait_for``,
+    ``shield`` and ``as_completed`` accept it, and several tasks may await the same one. As with ``asyncio.Future``,
+    cancelling a task that awaits it cancels the transfer. The task ends without waiting for the blocks in flight; code
+    that wants to use the array again must wait until :meth:`done` returns True.
     """
 
     __slots__ = ()
 
     if TYPE_CHECKING:
-        # Their docstrings are the core's.
+        # The core implements these and has their docstrings.
         def __init__(self, array: _T_co, keep: object) -> None: ...
         def result(self, timeout: float | None = None) -> _T_co: ...  # noqa: D102
         def __await__(self) -> Generator[Any, None, _T_co]: ...
 
     def add_done_callback(self, callback: Callable[[Future[_T_co]], object]) -> None:
-        """Call ``callback(future)`` when the transfer has ended: now if it has, else from a thread of tensorferry's.
+        """Call ``callback(future)`` when the transfer has ended: immediately if it has, else from tensorferry's thread.
 
-        A callback may do whatever it likes: begin other transfers, close the file. An exception of it is logged and
-        otherwise ignored, as with ``concurrent.futures``.
+        A callback may call any function of tensorferry, such as starting another transfer or closing the file. As with
+        ``concurrent.futures``, an exception that it raises is logged and otherwise ignored.
         """
         if self.done():
             _call(callback, self)
             return
         self._check_process()
-        # Called again by that thread: of several requests it is told of each.
+        # The future may have several requests, and a notification shows only that one of them is done. Therefore the
+        # callback thread calls this method again, which calls the callback if all requests are done, and otherwise
+        # registers for the next notification.
         _callback_thread().add(self._request, lambda: self.add_done_callback(callback))
 
-    async def _ended(self) -> None:
-        """Wait for the end, whatever it is, and leave the transfer alone if that is cancelled."""
+    async def _wait_until_done(self) -> None:
+        """Wait until the transfer has ended, with or without success.
+
+        Cancelling the wait does not cancel the transfer.
+        """
         while not self.done():
             await self._waiter()
 
@@ -98,27 +109,27 @@ class Future(_core.Future, Generic[_T_co]):
 
 
 def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) -> None:
-    future.done()  # gives its memory back, whether the callback asks for the outcome or not
+    future.done()  # makes the future release its array even if the callback does not ask for the outcome
     try:
         callback(future)
     except Exception:
-        _log(future)
+        _log_exception(future)
 
 
-def _log(what: object) -> None:
+def _log_exception(what: object) -> None:
     import logging
 
     logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
 
 
-# The core has the last one at hand.
+# One listener for each event loop. The core caches the listener that was used last.
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _core.LoopListener] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _listener_of(loop: asyncio.AbstractEventLoop) -> _core.LoopListener:
-    """Return what tells an event loop of transfers that have ended."""
+    """Return the listener that wakes an event loop's tasks when their transfers have ended."""
     listener = _listeners.get(loop)
     if listener is None:
         listener = _listeners[loop] = _core.LoopListener()
@@ -127,7 +138,7 @@ def _listener_of(loop: asyncio.AbstractEventLoop) -> _core.LoopListener:
 
 
 class _CallbackThread:
-    """Sleeps on a completion queue and calls what was registered."""
+    """A daemon thread that sleeps on a completion queue and calls the registered callbacks."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -141,7 +152,9 @@ class _CallbackThread:
             self._thread.start()
         except RuntimeError as error:
             why = f"{error}; {_core.why_no_thread()}"
-            raise RuntimeError(f"callbacks of futures need a thread: {why}") from None
+            raise RuntimeError(
+                f"cannot start the thread that calls futures' callbacks: {why}"
+            ) from None
 
     def add(self, request: Request, callback: Callable[[], None]) -> None:
         with self._lock:
@@ -150,7 +163,9 @@ class _CallbackThread:
             self._callbacks[token] = callback
         try:
             request.notify(self._queue, token)
-        except BaseException:  # Ctrl-C: nobody is to wait for ever, with an array in hand
+        except (
+            BaseException
+        ):  # KeyboardInterrupt: an entry that is never notified would keep its array for ever
             self._callbacks.pop(token, None)
             raise
 
@@ -170,9 +185,11 @@ class _CallbackThread:
                 try:
                     callback()
                 except BaseException:
-                    # SystemExit, say: it is not for others' callbacks to go without.
-                    _log(callback)
-                del callback  # and what it keeps: the future, and its array
+                    # Not even a SystemExit may end the thread: the other callbacks would never be called.
+                    _log_exception(callback)
+                del (
+                    callback
+                )  # otherwise its future and array stay referenced while the thread sleeps
             if not tokens:
                 if self._stopping:
                     return
@@ -191,58 +208,64 @@ def _callback_thread() -> _CallbackThread:
         return _callbacks
 
 
-def leave() -> None:
-    """Call what is left to call and warn of failures nobody saw; for when all transfers have ended."""
+def finish_at_exit() -> None:
+    """Run the remaining callbacks and warn of failures that no code asked for; all transfers must have ended."""
     if _callbacks is not None and _callbacks.process == os.getpid():
         _callbacks.stop()
     _core.warn_of_unseen_futures()
 
 
 @in_forked_children
-def _forget_parent() -> None:
+def _reset_after_fork() -> None:
     global _lock, _listeners
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
     _listeners = weakref.WeakKeyDictionary()
 
 
-class Pending:
-    """A file's futures, known weakly: the core keeps those on their way, and nobody need keep the others' arrays."""
+class PendingFutures:
+    """The unfinished futures of one file, held by weak references.
+
+    The core holds strong references to futures in flight. Futures that are done must not be kept alive here, because
+    each of them would keep its array.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what a future lets go of may begin a transfer
+        # Reentrant: dropping a future may run a finalizer that starts another transfer of the same file.
+        self._lock = threading.RLock()
         self._futures: list[weakref.ref[Future[Any]]] = []
-        self._look_at = 64
+        self._prune_at = 64
 
     def __len__(self) -> int:
         return len(self._futures)
 
     def add(self, future: Future[Any]) -> None:
-        """Know one more."""
+        """Add a future."""
         with self._lock:
-            # Those that are done need no waiting for; looking every so often keeps the list short.
-            if len(self._futures) >= self._look_at:
-                # What begins meanwhile, on this thread, only joins the list.
-                self._look_at = sys.maxsize
+            # Pruning futures that are done, each time the list has doubled, keeps the list short at little cost.
+            if len(self._futures) >= self._prune_at:
+                # Another add() during the pruning only appends to the list. It can happen when the pruning drops an
+                # object with a finalizer that starts another transfer on this thread.
+                self._prune_at = sys.maxsize
                 self._futures = [
                     each
                     for each in self._futures
                     if (known := each()) is not None and not known.done()
                 ]
-                self._look_at = 2 * len(self._futures) + 64
+                self._prune_at = 2 * len(self._futures) + 64
             self._futures.append(weakref.ref(future))
 
-    def living(self) -> list[Future[Any]]:
-        """Return those that somebody still has, or that are on their way."""
+    def alive(self) -> list[Future[Any]]:
+        """Return the futures that still exist, among them all that are in flight."""
         with self._lock:
             return [future for each in self._futures if (future := each()) is not None]
 
     def take(self) -> list[weakref.ref[Future[Any]]]:
-        """Return all of them, and forget them."""
+        """Return all references and empty the list."""
         with self._lock:
             taken, self._futures = self._futures, []
         return taken
 
-    def put_back(self, futures: list[weakref.ref[Future[Any]]]) -> None:
-        """Know again what was taken."""
+    def restore(self, futures: list[weakref.ref[Future[Any]]]) -> None:
+        """Put references that :meth:`take` returned back at the front of the list."""
         with self._lock:
             self._futures[:0] = futures

@@ -1,4 +1,4 @@
-"""Memory that the device can use as it is: page-aligned, on huge pages, page-locked where the system allows."""
+"""Memory for I/O without copies: page-aligned, on huge pages, and page-locked if the system allows it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry import _core
+from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import integer
-from tensorferry.base.warned import warn
 from tensorferry.transfer import arrays
 from tensorferry.transfer.arrays import memory_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_ADDRESS = (1 << 64) - 1
 
+# Whether the warning that memory could not be locked has been emitted.
 _warned = False
 
 
@@ -37,37 +38,37 @@ def empty(
 @overload
 def empty(shape: int | Sequence[int], dtype: str | type[Any]) -> NDArray[Any]: ...
 def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
-    """Return an array in memory that needs no copy on its way to or from a file.
+    """Return an array in memory that can be transferred to and from files without a copy.
 
-    It is page-aligned, on huge pages from 2 MiB on, and page-locked as far as RLIMIT_MEMLOCK lets it (beyond, it is
-    ordinary memory, with one warning). The memory goes with the last array that shares it.
+    The memory is page-aligned, on huge pages if it has 2 MiB or more, and page-locked up to RLIMIT_MEMLOCK. Beyond that
+    limit it is ordinary memory, and a warning is emitted once. The memory is freed with the last array that shares it.
 
-    Where this process uses CUDA already (torch has initialised it, or GPU memory was moved by tensorferry), it is
-    registered with CUDA, too: copies between it and GPUs are asynchronous, and RLIMIT_MEMLOCK is no limit. CUDA is
-    never initialised for that alone: that would take memory of the GPU, and forbid ``fork()``.
+    If this process already uses CUDA (torch has initialized it, or tensorferry has transferred GPU memory), the memory
+    is also registered with CUDA: copies between it and GPUs are asynchronous, and RLIMIT_MEMLOCK does not apply. This
+    function never initializes CUDA, because that would use GPU memory and rule out ``fork()``.
 
     Parameters
     ----------
     shape : int or sequence of int
         The array's shape.
-    dtype : torch.dtype, numpy.dtype or what numpy.dtype() takes, optional
-        A torch dtype, or None for torch's default, gives a torch tensor; anything else a NumPy array.
+    dtype : torch.dtype, numpy.dtype or an argument of numpy.dtype(), optional
+        A torch dtype, or None for torch's default dtype, gives a torch tensor; any other dtype gives a NumPy array.
 
     Returns
     -------
     torch.Tensor or numpy.ndarray
-        C-contiguous; the values are zeros.
+        A C-contiguous array of zeros.
 
     Raises
     ------
     ValueError
         A length is negative.
     TypeError
-        A length is no integer, or the dtype is none.
+        A length is not an integer, or the dtype is invalid.
     ModuleNotFoundError
-        The library that the dtype is of is not installed.
+        The library that defines the dtype is not installed.
     MemoryError
-        The system has no such memory.
+        The system cannot allocate the memory.
     """
     lengths = _lengths(shape)
     if dtype is None:
@@ -75,8 +76,8 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
             import torch
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
-                "dtype: none is given, which asks for torch's default one, and torch is not installed; give NumPy's, "
-                'as in empty(10, "float32")',
+                "dtype: None means torch's default dtype, but torch is not installed (remedy: pass a NumPy dtype, as "
+                'in empty(10, "float32"))',
                 name="torch",
             ) from None
         dtype = torch.get_default_dtype()
@@ -87,14 +88,16 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
         import numpy
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"dtype: {dtype!r} is NumPy's, and NumPy is not installed", name="numpy"
+            f"dtype: {dtype!r} requires NumPy, which is not installed", name="numpy"
         ) from None
     try:
         element = numpy.dtype(dtype)
     except TypeError as error:
-        raise TypeError(f"dtype: {dtype!r} is neither torch's nor NumPy's: {error}") from None
+        raise TypeError(
+            f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
+        ) from None
     if element.hasobject:
-        raise ValueError(f"dtype: {element} holds Python objects")
+        raise ValueError(f"dtype: a dtype of Python objects is not supported (got {element})")
     count = math.prod(lengths)
     if count * element.itemsize == 0:
         return numpy.empty(lengths, element)
@@ -110,9 +113,11 @@ def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
             else tuple(map(operator.index, shape))
         )
     except TypeError:
-        raise TypeError(f"shape: {shape!r} is neither an integer nor several") from None
+        raise TypeError(
+            f"shape: expected an integer or a sequence of integers, got {shape!r}"
+        ) from None
     if any(length < 0 for length in lengths):
-        raise ValueError(f"shape: {shape!r} has a negative length")
+        raise ValueError(f"shape: negative length (got {shape!r})")
     return lengths
 
 
@@ -126,78 +131,86 @@ def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
         return torch.empty(0, dtype=dtype, device="cpu"), False
     memory, locked = locked_memory(nbytes)
     storage = torch.utils.dlpack.from_dlpack(memory).untyped_storage()
-    # A tensor that is no view: callers who watch for its end would never see that of a view's hidden base.
+    # set_() makes a tensor that is not a view. A view keeps a hidden base alive, and a caller with a weak reference to
+    # the tensor could not detect when the memory is freed.
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (count,), (1,)), locked
 
 
 def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:
-    """Return a number of elements and the dtype of an example, checked, for :func:`locked_tensor`."""
+    """Check a number of elements and an example tensor; return the number and the example's dtype."""
     if example is None:
-        raise TypeError("example_tensor: an example is needed for the dtype")
+        raise TypeError("example_tensor: expected a torch tensor with the dtype, got None")
     num_elem = integer(num_elem, "num_elem", 0)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(example, torch.dtype):
         raise TypeError(
-            f"example_tensor: {example} is a dtype; give a tensor of it, such as torch.empty(0, dtype={example})"
+            f"example_tensor: expected a tensor, got the dtype {example} (remedy: pass torch.empty(0, dtype={example}))"
         )
     if torch is None or not isinstance(example, torch.Tensor):
-        raise TypeError(f"example_tensor: {type(example).__name__} is no torch tensor")
+        raise TypeError(f"example_tensor: expected a torch tensor, got {type(example).__name__}")
     return num_elem, example.dtype
 
 
 def free_locked_tensor(tensor: Any) -> bool:
-    """Unlock a tensor made by :func:`locked_tensor`; False if it is none, or was freed before."""
+    """Unlock a tensor of :func:`locked_tensor`; return False for any other tensor, or if it was unlocked before.
+
+    The memory itself is freed with the last tensor that shares it.
+    """
     address, nbytes, _, location = memory_of(tensor, writable=False, name="tensor")
     return location is None and nbytes > 0 and _core.give_back(address)
 
 
 def free_locked_memory(address: int) -> bool:
-    """Unlock the tensor made by :func:`locked_tensor` that begins at an address."""
+    """Unlock the tensor of :func:`locked_tensor` that begins at an address; return False if there is none."""
     try:
         address = operator.index(address)
     except TypeError:
-        raise TypeError(f"address: {type(address).__name__} is no integer") from None
+        raise TypeError(f"address: expected an integer, got {type(address).__name__}") from None
     return 0 < address <= _MAX_ADDRESS and _core.give_back(address)
 
 
 def is_pinned(buffer: Any) -> bool:
-    """Return whether a buffer is page-locked: by torch, by tensorferry, or by CUDA for it. GPU memory is not."""
+    """Return whether a buffer is page-locked by torch, tensorferry or CUDA. GPU memory is not."""
     if hasattr(buffer, "is_pinned") and buffer.is_pinned():
         return True
     address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
     return location is None and nbytes > 0 and _core.is_locked(address, nbytes)
 
 
-def is_lent(buffer: Any) -> bool:
-    """Return whether a buffer lies in a tensor made by :func:`locked_tensor`, locked or not, and not freed."""
+def is_in_locked_tensor(buffer: Any) -> bool:
+    """Return whether a buffer is inside a tensor of :func:`locked_tensor` that has not been freed.
+
+    The result is also True if the tensor's memory could not be locked (RLIMIT_MEMLOCK).
+    """
     address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
     return location is None and nbytes > 0 and _core.is_lent(address, nbytes)
 
 
 def bounce_pool_nbytes() -> int:
-    """Return the size of a bounce pool, in bytes; each device in use has one."""
+    """Return the size in bytes of each device's bounce pool, through which unaligned arrays are copied."""
     return _core.bounce_pool_nbytes()
 
 
 def set_bounce_pool_nbytes(nbytes: int) -> None:
-    """Set the size of bounce pools: the only memory through which unaligned arrays are copied.
+    """Set the size of the bounce pools, through which unaligned arrays are copied.
 
-    The default is 32 MiB, or the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Each device in use has a pool, 16
-    devices at most; others share them. Buffers in use are not cut short; the new size holds for the blocks that follow.
-    GPU memory passes through page-locked memory of twice that size, which is there from a device's first transfer on.
+    The default is 32 MiB, or the value of the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Each device in use
+    has a pool, up to 16 devices; further devices share these pools. Bounce buffers in use keep their size, and the new
+    size applies to later blocks. GPU memory is copied through pinned memory of twice that size, which is allocated for
+    a device at its first transfer.
 
     Raises
     ------
     ValueError
-        It is less than 1 MiB.
+        The size is less than 1 MiB.
     """
     if nbytes < _core.MIN_BOUNCE_POOL_NBYTES:
-        raise ValueError(f"nbytes: {nbytes} is less than {_core.MIN_BOUNCE_POOL_NBYTES}")
+        raise ValueError(f"nbytes: less than {_core.MIN_BOUNCE_POOL_NBYTES} (got {nbytes})")
     _core.set_bounce_pool_nbytes(nbytes)
 
 
 def locked_memory(nbytes: int) -> tuple[Any, bool]:
-    """Return memory that offers the buffer protocol and DLPack, and whether it is page-locked; see :func:`empty`."""
+    """Return memory with the buffer protocol and DLPack, and whether it is page-locked; see :func:`empty`."""
     global _warned
     if nbytes > sys.maxsize:
         raise MemoryError(f"cannot allocate {nbytes} bytes")
@@ -208,14 +221,14 @@ def locked_memory(nbytes: int) -> tuple[Any, bool]:
 
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         warn(
-            f"cannot lock {nbytes} bytes of memory: RLIMIT_MEMLOCK is {limit} bytes; carrying on with unlocked "
-            "memory (remedy: ulimit -l unlimited)"
+            f"cannot lock {nbytes} bytes of memory: RLIMIT_MEMLOCK is {limit} bytes; using unlocked memory instead "
+            "(remedy: ulimit -l unlimited)"
         )
     return memory, locked
 
 
 def gpu_in_use() -> int:
-    """Return a GPU whose context is there already; -1 where there is none."""
+    """Return the number of a GPU that already has a CUDA context, or -1 if there is none."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
         return int(torch.cuda.current_device())

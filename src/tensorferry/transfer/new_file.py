@@ -1,4 +1,4 @@
-"""A new file, written in order by a stream."""
+"""A new file that a stream writes sequentially."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.streams import Field, Stream
 
-# Copied twice rather than waited for.
+# write_copied() copies smaller buffers into a bytes object, instead of waiting until the stream has copied them.
 _SMALL_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class FileSummary:
-    """A file that has been written.
+    """The size and checksums of a file that has been written.
 
     Attributes
     ----------
     nbytes : int
-        Its size.
+        The file's size.
     chunk_crcs : bytes
-        The CRC-32 of each chunk, as little-endian 32-bit numbers; empty where they were not asked for.
+        The CRC-32 of each chunk as little-endian 32-bit numbers; empty if they were not requested.
     """
 
     nbytes: int
@@ -40,22 +40,22 @@ class FileSummary:
 
 
 class NewFile(Owned):
-    """A file that is written from its beginning to its end, by one thread.
+    """A file that one thread writes from beginning to end, through a stream. Each array written is a segment.
 
     Parameters
     ----------
     file : str or tensorferry.File
-        A path at which there is nothing, or an empty open file; it is closed at the end.
+        A path that does not exist, or an empty open file. The file is closed at the end.
     reserve_nbytes : int
-        Space to reserve at once, so that a full disk is found before anything is written. The file gets as long as
-        what is written, more or less.
+        Space to reserve immediately, which detects a full drive before anything is written. The file's final size is
+        the number of bytes written, which may be more or less.
     checksums : Checksums, optional
-        Which to take; those of segments are needed for fields.
+        The checksums to compute. Fields (:meth:`write_bytes`) require the checksums of segments.
 
     Raises
     ------
     StorageError
-        The file cannot be made, or there is no space for it.
+        The file cannot be created, or there is not enough space.
 
     Notes
     -----
@@ -63,7 +63,8 @@ class NewFile(Owned):
     """
 
     _refusal = (
-        "this was begun before fork(): the parent process writes it, and a child must begin its own"
+        "this file was started before fork(), and only the parent process may write it (remedy: start a new file in "
+        "the child)"
     )
 
     def __init__(
@@ -73,10 +74,10 @@ class NewFile(Owned):
         reserve_nbytes: int = 0,
         checksums: Checksums | None = None,
     ) -> None:
-        self._made = isinstance(file, str)
+        self._created = isinstance(file, str)
         self._file = File(file, "x") if isinstance(file, str) else file
         self._checksums = checksums
-        self._belong_here()
+        self._set_owner()
         self._stream: Stream | None = None
         try:
             self._stream = self._file.stream(nbytes_reserved=reserve_nbytes, checksums=checksums)
@@ -86,17 +87,17 @@ class NewFile(Owned):
 
     @property
     def path(self) -> str:
-        """The path that the file was opened by."""
+        """The path that was opened."""
         return self._file.path
 
     @property
     def nbytes(self) -> int:
-        """How many bytes have been written so far."""
+        """The number of bytes written so far."""
         return self._open().nbytes
 
     @property
     def segment_count(self) -> int:
-        """The number that the next array gets; :class:`tensorferry.transfer.streams.Field` asks for it."""
+        """The segment number of the next array, for :class:`tensorferry.transfer.streams.Field`."""
         return self._open().segment_count
 
     def reserve(self, nbytes: int) -> None:
@@ -104,18 +105,18 @@ class NewFile(Owned):
         self._file.preallocate(nbytes)
 
     def write(self, array: Any, *, kept: bool = False) -> None:
-        """Write an array; it must not change before :meth:`wait_until_copied` returns.
+        """Write an array. The caller must not change it before :meth:`wait_until_copied` returns.
 
-        ``kept`` says that it stays in memory anyway: then this does not wait for copies.
+        With ``kept`` the caller keeps the array in memory anyway, and this method does not wait for copies.
         """
         self._open().append(array, kept=kept)
 
     def write_bytes(self, data: bytes, fields: Sequence[Field] = ()) -> None:
-        """Write a few bytes, with checksums of what is before them."""
-        self._open().append_made(data, fields)
+        """Write a few bytes, which may have fields with checksums of earlier segments."""
+        self._open().append_with_fields(data, fields)
 
     def write_copied(self, data: Any) -> int:
-        """Write a buffer that may change afterwards, and return how many bytes it has."""
+        """Write a buffer that the caller may change afterwards, and return its size in bytes."""
         view = memoryview(data)
         if view.nbytes < _SMALL_NBYTES:
             self.write_bytes(bytes(view))
@@ -125,23 +126,24 @@ class NewFile(Owned):
         return view.nbytes
 
     def wait_until_copied(self) -> None:
-        """Return when nothing that was given is needed any more."""
+        """Return when all arrays written so far have been copied into the stream's buffers; they may then change."""
         self._open().wait_until_copied()
 
     def finish(self, sync: bool = True) -> FileSummary:
-        """Write what is left, and close the file; with ``sync``, its data would survive a power cut.
+        """Write the remaining bytes, and close the file; with ``sync`` its data is then durable.
 
-        The file's name would not yet: that takes an fsync of the directory, which may serve many files.
+        The file's name is not yet durable. That needs an fsync of the directory, which the caller can do once for many
+        files.
         """
-        self.begin_to_finish(sync)
+        self.begin_finish(sync)
         return self.wait()
 
-    def begin_to_finish(self, sync: bool = True) -> None:
-        """Do as :meth:`finish`, but leave the waiting to :meth:`wait`."""
-        self._open().begin_to_finish(truncate=True, sync=sync, sync_names=False)
+    def begin_finish(self, sync: bool = True) -> None:
+        """Start to finish the file, as :meth:`finish` does, without waiting; then call :meth:`wait`."""
+        self._open().begin_finish(truncate=True, sync=sync, sync_names=False)
 
     def wait(self) -> FileSummary:
-        """Wait for the end that has been begun."""
+        """Wait for the completion of :meth:`begin_finish`, and close the file."""
         nbytes = self._open().wait()
         self._file.close()
         crcs = packed_array("I", self._checksums.chunks if self._checksums is not None else ())
@@ -150,16 +152,18 @@ class NewFile(Owned):
         return FileSummary(nbytes, crcs.tobytes())
 
     def abort(self) -> None:
-        """Close the file, when nothing is being written to it any more; remove it if it was made here.
+        """Close the file once no write is in flight, and remove it if this object created it.
 
-        A forked child leaves it to its parent.
+        In a forked child this method does nothing, because the file belongs to the parent.
         """
         if self.is_parents:
             return
-        with contextlib.ExitStack() as whatever_happens:  # Ctrl-C among it
-            if self._made:
-                whatever_happens.callback(Path(self.path).unlink, missing_ok=True)
-            whatever_happens.callback(self._file.close)
+        with (
+            contextlib.ExitStack() as cleanup
+        ):  # closes and removes the file even after a KeyboardInterrupt
+            if self._created:
+                cleanup.callback(Path(self.path).unlink, missing_ok=True)
+            cleanup.callback(self._file.close)
             if self._stream is not None:
                 self._stream.abort()
 
@@ -170,7 +174,7 @@ class NewFile(Owned):
 
 
 class RawNewFile(io.RawIOBase):
-    """A new file as one that can be written to, for torch.save and others."""
+    """A new file as a raw Python stream, for torch.save and other functions that write to a file object."""
 
     def __init__(self, file: NewFile) -> None:
         self._file = file
@@ -180,9 +184,9 @@ class RawNewFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return how many bytes have been written."""
+        """Return the number of bytes written."""
         return self._file.nbytes
 
     def write(self, data: Any) -> int:
-        """Write a buffer; it may change afterwards."""
+        """Write a buffer, which the caller may change afterwards."""
         return self._file.write_copied(data)

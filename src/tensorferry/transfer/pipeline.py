@@ -1,21 +1,22 @@
-"""Reading ahead: reads begin in the order in which they are wanted, as far ahead as memory and one limit allow.
+"""Read-ahead: start reads in the order in which they will be needed, within a memory limit and a read-ahead limit.
 
-A product describes its reads (:class:`Read`: which bytes of which file, into which memory) and takes them, usually
-oldest first. The pipeline decides when each begins, and is the one place that knows about cancelling, closing, fork and
-Ctrl-C.
+A package that uses the pipeline describes its reads (:class:`Read`: which bytes of which file go into which memory) and
+takes them, usually oldest first. The pipeline decides when each read starts. It also handles cancelling, closing,
+fork() and KeyboardInterrupt in one place.
 
-Two limits hold back a read that is not wanted yet:
+Two limits apply to reads that start before they are needed:
 
 memory
-    What begun reads hold until they are released, where a product has a budget for it.
+    The memory of reads that have started and are not released, if the package sets a limit. The package releases a read
+    when its memory belongs to the caller (:meth:`Pipeline.release`).
 read-ahead
-    What has been asked of the drives and is not here yet: :func:`read_ahead_nbytes`, the same for all products. More
-    would only delay what is wanted first, since a drive serves requests in turn. Two reads may always be on their way,
-    so that a drive has something to do when one of them ends.
+    The bytes requested from the drives that have not arrived: :func:`read_ahead_nbytes`, the same for all packages. A
+    deeper queue would delay the read that is needed first, because a drive serves requests in turn. Two reads may
+    always be in flight, which keeps the drive busy when one of them ends.
 
-A signal handler may raise between any two lines. The order of changes is such that a step that is done again has the
-same result: a read that was begun twice holds the memory of the second time, and the core keeps that of the first until
-it has done with it.
+A signal handler may raise an exception between any two lines. Therefore each step is idempotent: repeating it has the
+same result. A read that was started twice holds the memory of the second start, and the core keeps the memory of the
+first until its transfers have ended.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ if TYPE_CHECKING:
 
 _VARIABLE = "TENSORFERRY_READ_AHEAD"
 _READ_AHEAD = "64MiB"
-# Of buckets: as many requests as may be on their way, whose answers take long.
+# For buckets: the bytes of 16 concurrent requests of 8 MiB (transfer/remote.py), because their latency is high.
 _FAR_READ_AHEAD = "128MiB"
 
-# Reads on their way, however small they are.
-_MAX_FLYING = 128
+# The maximum number of reads in flight, however small they are.
+_MAX_IN_FLIGHT = 128
 
 
 def read_ahead_nbytes(*, far: bool = False) -> int:
-    """Return how many bytes one reader asks of files before they are wanted: 64 MiB by default, 128 of ``far`` ones.
+    """Return the read-ahead limit of one reader in bytes.
 
-    The environment variable TENSORFERRY_READ_AHEAD sets it, for example to ``"32MiB"``.
+    The default is 64 MiB, and 128 MiB for files in a bucket (``far``). The environment variable TENSORFERRY_READ_AHEAD
+    sets it, for example to ``"32MiB"``.
 
     Raises
     ------
@@ -62,53 +64,53 @@ def read_ahead_nbytes(*, far: bool = False) -> int:
 
 
 class Read:
-    """Something to be read; a subclass says what.
+    """One read of a pipeline; a subclass defines what is read.
 
     Attributes
     ----------
     nbytes : int
-        What is read of files.
+        The number of bytes that are read from files.
     futures : sequence of Future
-        The transfers, once it has begun.
+        The transfers, once the read has started.
     begun : bool
-        Whether it has.
+        Whether the read has started.
     released : bool
-        Whether its memory is the caller's; see :meth:`Pipeline.release`.
+        Whether its memory belongs to the caller; see :meth:`Pipeline.release`.
     """
 
     nbytes: int = 0
     futures: Sequence[Future[Any]] = ()
     begun: bool = False
     released: bool = False
-    # Of all reads of the pipeline that began before: bytes read, and memory.
+    # The sums, over all reads of the pipeline that started earlier, of the bytes read and of the memory.
     _read_before = 0
     _held_before = 0
 
     def begin(self) -> None:
-        """Allocate memory and submit the transfers, which become :attr:`futures`."""
+        """Allocate the memory, submit the transfers and store them in :attr:`futures`."""
         raise NotImplementedError
 
     @property
     def memory_nbytes(self) -> int:
-        """The memory that it takes from its beginning on."""
+        """The memory in bytes that the read holds once it has started."""
         return self.nbytes
 
     @property
-    def given_nbytes(self) -> int:
-        """The part of it that has become the caller's."""
+    def released_nbytes(self) -> int:
+        """The part of :attr:`memory_nbytes` that already belongs to the caller and no longer counts."""
         return 0
 
     def done(self) -> bool:
-        """Return whether all of it has come, or failed."""
+        """Return whether all transfers have ended, with or without success."""
         return all(future.done() for future in self.futures)
 
     def wait(self) -> None:
-        """Return when all of it has come; raise the first failure."""
+        """Wait for all transfers; raise the first error."""
         for future in self.futures:
             future.result()
 
     def cancel(self, *, wait: bool = False) -> None:
-        """Cancel the transfers and discard their outcome. ``wait``: until its memory is free."""
+        """Cancel the transfers and discard their outcome; with ``wait``, return when the memory is no longer in use."""
         for future in self.futures:
             future._abandon()
         for future in self.futures if wait else ():
@@ -120,38 +122,40 @@ _Read = TypeVar("_Read", bound=Read)
 
 
 class Pipeline(Owned, Generic[_Read]):
-    """Reads, some of them on their way; a context manager. Any number of threads may use it.
+    """A queue of reads, the first of which are in flight. A context manager; any number of threads may use it.
 
-    Iterating gives reads in their order, each when all of it has come, and releases it when the next one is asked for.
+    Iteration yields the reads in their order, each when its bytes have arrived, and releases a read when the next one
+    is requested.
 
     Parameters
     ----------
     reads : iterable of Read
-        What will be wanted, in order; further ones by :meth:`add`. An interrupted generator cannot go on: whoever
-        resumes after Ctrl-C gives a list.
+        The reads in the order in which they will be needed; :meth:`add` appends further ones. A generator cannot be
+        resumed after an exception, so pass a list if the iteration must continue after KeyboardInterrupt.
     memory_nbytes : int, optional
-        The memory of reads that have begun and are not released; a read that is the only one may have more.
-    by_itself : bool
-        Begin the next reads as soon as others end, instead of when one is asked for.
+        The limit for the memory of reads that have started and are not released. A single read may exceed it.
+    automatic : bool
+        Start further reads as soon as earlier ones end, not only when a read is requested.
     far : bool
         The files are in a bucket: see :func:`read_ahead_nbytes`.
 
     Attributes
     ----------
     lock : RLock
-        Held while reads begin. A product may use it for what has to agree with that.
+        Held while reads start. A package may hold it to change its own state consistently with the pipeline's.
     files : dict of File
-        Files that are open for the reads, by keys of the product's; closed with the pipeline.
+        The open files of the reads, by keys that the package chooses. The pipeline closes them.
     ahead_nbytes : int
-        The limit of what is on its way.
+        The read-ahead limit.
     nbytes_read : int
-        What has been asked of files so far.
+        The number of bytes requested from files so far.
     closed : bool
-        Whether it is closed: nothing begins any more.
+        Whether the pipeline is closed; a closed pipeline starts no reads.
     """
 
     _refusal = (
-        "these reads were begun before fork(): the parent process reads (remedy: begin anew here)"
+        "these reads were started before fork() and belong to the parent process (remedy: start new "
+        "ones in the child)"
     )
 
     def __init__(
@@ -159,107 +163,118 @@ class Pipeline(Owned, Generic[_Read]):
         reads: Iterable[_Read] = (),
         *,
         memory_nbytes: int | None = None,
-        by_itself: bool = False,
+        automatic: bool = False,
         far: bool = False,
     ) -> None:
-        self._belong_here()
-        self._held: deque[_Read] = deque()  # begun and not released, in the order of beginning
-        self.lock = threading.RLock()  # a signal handler may use the pipeline, too
+        self._set_owner()
+        self._held: deque[_Read] = deque()  # started and not released, in the order of their start
+        self.lock = (
+            threading.RLock()
+        )  # reentrant, because a signal handler may use the pipeline, too
         self.files: dict[Any, File] = {}
         self.nbytes_read = 0
         self.closed = False
         self.memory_nbytes = memory_nbytes
-        self._by_itself = by_itself
+        self._by_itself = automatic
         self.ahead_nbytes = read_ahead_nbytes(far=far)
         self._source = iter(reads)
-        self._waiting: deque[_Read] = deque()  # not begun; the front may be, after an interruption
-        self._flying: deque[_Read] = deque()  # begun; the front is not known to have ended
-        self._read_end = self._held_end = 0  # sums over all that began
+        self._waiting: deque[_Read] = (
+            deque()
+        )  # not started, except that after an interruption the first one may have started
+        self._in_flight: deque[_Read] = (
+            deque()
+        )  # started; reads that have ended are removed from the front
+        self._read_end = self._held_end = (
+            0  # the sums of bytes read and of memory over all reads that have started
+        )
 
     def add(self, read: _Read) -> None:
-        """Have a read begin after those before, as soon as there is room."""
+        """Append a read, which starts after those before it as soon as the limits allow."""
         self._waiting.append(read)
 
     def advance(self) -> bool:
-        """Begin what there is room for; return whether nothing waits.
+        """Start the reads that the limits allow; return whether no read is waiting.
 
         Raises
         ------
         Exception
-            What a read's :meth:`Read.begin` raises; it is still waiting.
+            The exception of a read's :meth:`Read.begin`; that read is still waiting.
         """
         with self.lock:
             while not self.closed:
                 if not self._waiting:
-                    # One call of C: no signal comes between taking a read and keeping it.
+                    # One call of a C function: no signal handler runs between taking a read from the source and
+                    # storing it, so no read is lost.
                     self._waiting.extend(itertools.islice(self._source, 1))
                     if not self._waiting:
                         break
                 read = self._waiting[0]
                 if not read.begun and not read.released:
-                    if not self.has_room(read):
+                    if not self.may_start(read):
                         return False
                     self.begin(read)
-                # A signal handler, or a callback of this read's, may have gone on with the next ones.
+                # A signal handler or a callback of this read may have called advance() and removed it already.
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(read)
         return True
 
     def begin(self, read: _Read) -> None:
-        """Begin a read now, whether there is room or not."""
+        """Start a read now, regardless of the limits."""
         read.begin()
         read._read_before, read._held_before = self._read_end, self._held_end
         self._held.append(read)
-        self._flying.append(read)
+        self._in_flight.append(read)
         self._read_end += read.nbytes
         self._held_end += read.memory_nbytes
         self.nbytes_read += read.nbytes
         read.begun = True
         if self._by_itself and not read.done():
-            # The future does not keep the pipeline: dropping it ends what it has begun.
+            # The callback holds a weak reference: deleting the pipeline must cancel its reads, so their futures must
+            # not keep it alive.
             pipeline = weakref.ref(self)
             for future in read.futures:
                 future.add_done_callback(lambda _: _advance(pipeline()))
 
-    def has_room(self, read: Read) -> bool:
-        """Return whether a read may begin before it is wanted."""
+    def may_start(self, read: Read) -> bool:
+        """Return whether the limits allow a read to start before it is needed."""
         if not self._held:
             return True
         if self.memory_nbytes is not None:
             first = self._held[0]
-            held_nbytes = self._held_end - first._held_before - first.given_nbytes
+            held_nbytes = self._held_end - first._held_before - first.released_nbytes
             if held_nbytes + read.memory_nbytes > self.memory_nbytes:
                 return False
-        flying = self._flying
-        while flying and flying[0].done():
-            flying.popleft()
-        if len(flying) < 2:
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].done():
+            in_flight.popleft()
+        if len(in_flight) < 2:
             return True
         return (
-            len(flying) < _MAX_FLYING
-            and self._read_end - flying[0]._read_before < self.ahead_nbytes
+            len(in_flight) < _MAX_IN_FLIGHT
+            and self._read_end - in_flight[0]._read_before < self.ahead_nbytes
         )
 
     @property
     def held(self) -> tuple[_Read, ...]:
-        """Reads that have begun and are not released."""
+        """The reads that have started and are not released."""
         return tuple(self._held)
 
     @property
     def oldest(self) -> _Read | None:
-        """The first read that has begun and is not released."""
+        """The first read that has started and is not released."""
         return self._held[0] if self._held else None
 
     def first(self) -> _Read | None:
-        """Begin what there is room for, and return the oldest read; None if there are no more."""
+        """Start the reads that the limits allow, and return the oldest read; None if there are no more."""
         self.advance()
         return self.oldest
 
     def release(self, read: _Read) -> None:
-        """Take a read's memory for the caller's from now on."""
+        """Stop counting a read's memory, which now belongs to the caller."""
         read.released = True
         if read.done():
-            # A future keeps the memory. Failed ones stay, so that a later wait() raises the failure.
+            # Drop the futures that succeeded, because each keeps its memory. Failed ones are kept, because a later
+            # wait() must raise their error.
             read.futures = [each for each in read.futures if each._settle() is not None]
         while self._held and self._held[0].released:
             self._held.popleft()
@@ -271,25 +286,32 @@ class Pipeline(Owned, Generic[_Read]):
             self.release(read)
 
     def close(self, *, wait: bool = True) -> None:
-        """Cancel what is on its way and close the files; ``wait`` until memory is free. A forked child does nothing."""
+        """Cancel the reads in flight and close the files; with ``wait``, return when no memory is in use.
+
+        In a forked child this method does nothing.
+        """
         if self.is_parents:
             return
         with self.lock:
             self.closed = True
             self._waiting.clear()
-            self._source = iter(())  # the old one may hold all reads, and with them their memory
-            # Released reads belong to the caller.
+            self._source = iter(
+                ()
+            )  # the old iterator may hold all reads, and with them their memory
+            # Released reads belong to the caller and are not cancelled.
             reads = [read for read in self._held if not read.released]
             for read in reads:
                 read.cancel()
-            with contextlib.ExitStack() as closing:  # all of it, also where Ctrl-C comes again
+            with (
+                contextlib.ExitStack() as closing
+            ):  # completes the cleanup even after another KeyboardInterrupt
                 for read in reads if wait else ():
                     closing.callback(read.cancel, wait=True)
                 for file in self.files.values():
                     closing.callback(file.close)
             self.files.clear()
             self._held.clear()
-            self._flying.clear()
+            self._in_flight.clear()
 
     def __enter__(self) -> Pipeline[_Read]:
         return self
@@ -298,7 +320,8 @@ class Pipeline(Owned, Generic[_Read]):
         self.close()
 
     def __del__(self) -> None:
-        # A finalizer takes no lock and waits for nothing: the core keeps memory and files until it has done.
+        # A finalizer may run on any thread at any time, so it must not take a lock or wait. The core keeps memory and
+        # files until the transfers have ended.
         if not self.is_parents:
             for read in tuple(self._held):
                 if not read.released:
@@ -307,6 +330,6 @@ class Pipeline(Owned, Generic[_Read]):
 
 def _advance(pipeline: Pipeline[Any] | None) -> None:
     if pipeline is not None:
-        # The next call of first() or advance() raises it again.
+        # The exception is dropped here; the next call of first() or advance() on the caller's thread raises it again.
         with contextlib.suppress(Exception):
             pipeline.advance()

@@ -1,10 +1,11 @@
-"""Profiles: settings that suit a file system, kept for those who ask for none.
+"""Profiles: measured settings for a file system, used by handles and files that are opened without settings.
 
-Each is for one direction and one kind of memory, since what makes reads faster may halve the speed of writes.
+Each profile is for one direction and one kind of memory, because settings that make reads faster may halve the speed
+of writes.
 
-``tensorferry tune`` writes them into one JSON file of the user's (``runtime.profiles_path()``; ``tuning.storing``);
-handles and files without explicit settings look there. A file that cannot be used is warned of, not raised: a profile
-saves time, and its loss must not end a training.
+``tensorferry tune`` stores profiles in one JSON file of the user (``runtime.profiles_path()``; ``tuning.storing``). If
+that file cannot be used, a warning is emitted and no exception is raised: a profile only saves time, and a missing one
+must not end a training run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 DIRECTIONS = ("read", "write")
-HOST = "host"  # memory; that of GPUs is called by their numbers, see memory_name()
+HOST = "host"  # the name of host memory; see memory_name() for the names of GPUs' memory
 _MAX_FILE_NBYTES = 1 << 20
 
 # linux/fs.h: FS_IOC_GETFSUUID (Linux 6.9) fills a length and 16 bytes.
@@ -38,10 +39,11 @@ _UUID_NBYTES = 16
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Which file system: by what stays the same over reboots, mounts and containers, as far as the kernel tells.
+    """The identity of a file system, by properties that survive reboots, mounts and containers if possible.
 
-    ``uuid`` is the best name; ``fsid`` is statvfs's, which ext4 and btrfs make from the UUID, others from the
-    device's number; ``source`` is what was mounted. ``mount_point`` is for people.
+    ``uuid`` is the most reliable. ``fsid`` is that of statvfs(), which ext4 and btrfs derive from the UUID and other
+    file systems from the device number. ``source`` is the mounted device or server. ``mount_point`` is only for
+    display.
     """
 
     type: str
@@ -51,7 +53,7 @@ class FileSystem:
     mount_point: str
 
     def is_same(self, other: FileSystem) -> bool:
-        """Return whether both mean one file system: the best name that both have decides."""
+        """Return whether both are the same file system: the most reliable property that both have decides."""
         if self.type != other.type:
             return False
         for mine, theirs in ((self.uuid, other.uuid), (self.fsid, other.fsid)):
@@ -65,7 +67,7 @@ Use = tuple[str, str]  # "read" or "write", and the kind of memory
 
 @dataclass(frozen=True)
 class Profile:
-    """The settings for one direction of a file system and one kind of memory, and how they were found."""
+    """The settings for one direction of a file system and one kind of memory; ``found`` has what was measured."""
 
     file_system: FileSystem
     settings: Settings
@@ -75,12 +77,12 @@ class Profile:
 
     @property
     def use(self) -> Use:
-        """Which transfers it is for."""
+        """The transfers that the profile is for: (direction, memory)."""
         return self.direction, self.memory
 
 
 def memory_name(device: int | None) -> str:
-    """Return what profiles call the host's memory (None), or that of a GPU by its number in this process."""
+    """Return the name in profiles of host memory (None), or of the memory of a GPU by its number in this process."""
     if device is None:
         return HOST
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -94,12 +96,13 @@ def file_system_of(path: Path) -> FileSystem:
     Raises
     ------
     OSError
-        There is no such path, or the mount cannot be seen from here.
+        The path does not exist, or its mount is not visible to this process.
     """
-    # Devices are not opened, and what may not be read need not be: its mount is known without.
-    harmless = path.is_dir() or path.is_file()
+    # A file or folder is opened for reading if possible, because the ioctl() in _uuid() needs that. O_PATH suffices to
+    # find the mount; it does not open a device, and does not need the right to read the file.
+    is_file_or_folder = path.is_dir() or path.is_file()
     try:
-        descriptor = os.open(path, (os.O_RDONLY if harmless else os.O_PATH) | os.O_CLOEXEC)
+        descriptor = os.open(path, (os.O_RDONLY if is_file_or_folder else os.O_PATH) | os.O_CLOEXEC)
     except PermissionError:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -111,7 +114,7 @@ def file_system_of(path: Path) -> FileSystem:
 
 
 def file_system_of_open(descriptor: int) -> FileSystem:
-    """Return the file system that holds an open file, which needs no name, as :func:`file_system_of` does."""
+    """Return the file system that holds an open file, which may have no name; see :func:`file_system_of`."""
     try:
         mount = mount_of_open(descriptor)
     except LookupError as problem:
@@ -127,14 +130,14 @@ def file_system_of_open(descriptor: int) -> FileSystem:
 
 
 def load(path: Path) -> list[Profile]:
-    """Return the profiles of a file; none, with a warning, where it cannot be used."""
+    """Return the profiles in a file; emit a warning and return none if the file cannot be used."""
     try:
         return read(path)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as problem:
         warnings.warn(
-            f"cannot use the profiles in {path} ({problem}): default settings are used "
+            f"cannot use the profiles in {path}: {problem}; using default settings "
             "(remedy: tensorferry tune --forget, and tune again)",
             RuntimeWarning,
             stacklevel=2,
@@ -143,73 +146,77 @@ def load(path: Path) -> list[Profile]:
 
 
 def profiles_of(file_system: FileSystem, profiles: list[Profile]) -> list[Profile]:
-    """Return a file system's profiles."""
+    """Return the profiles of one file system."""
     return [each for each in profiles if each.file_system.is_same(file_system)]
 
 
 def read(path: Path) -> list[Profile]:
-    """Return the profiles of a file.
+    """Return the profiles in a file.
 
     Raises
     ------
     OSError
-        It cannot be read, or is no regular file.
+        The file cannot be read, or is not a regular file.
     ValueError
-        It holds no profiles.
+        The file does not contain profiles.
     """
-    with open(path, "rb", opener=_opened_at_once) as file:
+    with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         text = file.read(_MAX_FILE_NBYTES + 1)
     if len(text) > _MAX_FILE_NBYTES:
-        raise ValueError(f"it is longer than {_MAX_FILE_NBYTES} bytes")
+        raise ValueError(f"the file is longer than {_MAX_FILE_NBYTES} bytes")
     try:
         return _profiles_of(json.loads(text))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
-def _opened_at_once(path: str, flags: int) -> int:
-    # A FIFO without a writer must not hold up a transfer.
+def _open_nonblocking(path: str, flags: int) -> int:
+    # O_NONBLOCK: opening a FIFO without a writer would otherwise block a transfer.
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _profiles_of(content: Any) -> list[Profile]:
     if not isinstance(content, dict) or not isinstance(content.get("profiles"), list):
-        raise ValueError("it holds no list of profiles")
+        raise ValueError("the file has no list of profiles")
     version = content.get("version")
     if version == 1:
         raise ValueError(
-            "an earlier tensorferry wrote it, whose profiles were for reads and writes alike"
+            "the file has version 1, which does not distinguish profiles for reads and writes"
         )
     if version != VERSION:
-        raise ValueError(f"its version is {version!r}, not {VERSION}")
-    return [_parsed(entry) for entry in content["profiles"]]
+        raise ValueError(f"the file's version is {version!r}, not {VERSION}")
+    return [_parse(entry) for entry in content["profiles"]]
 
 
-def _parsed(entry: Any) -> Profile:
+def _parse(entry: Any) -> Profile:
     try:
         file_system = FileSystem(**entry["file_system"])
         settings = Settings(**entry["settings"])
         direction, memory = entry["direction"], entry["memory"]
         found = dict(entry.get("found", {}))
     except (TypeError, KeyError, ValueError) as problem:
-        raise ValueError(f"an entry is no profile: {problem}") from None
+        raise ValueError(f"an entry is not a profile: {problem}") from None
     if direction not in DIRECTIONS:
-        raise ValueError(
-            f"an entry has the direction {direction!r}, which is neither read nor write"
-        )
+        raise ValueError(f"an entry's direction is neither read nor write (got {direction!r})")
     texts = [memory, file_system.type, file_system.source, file_system.mount_point]
     texts += [name for name in (file_system.uuid, file_system.fsid) if name is not None]
     if not all(isinstance(each, str) for each in texts):
-        raise ValueError("an entry names its file system or memory by what is not a text")
-    numbers = (settings.block_size, settings.queue_depth, settings.intra_op_parallelism)
-    limits = (1 << 31, MAX_QUEUE_DEPTH, MAX_PARALLELISM)
-    for number, limit in zip(numbers, limits, strict=True):
+        raise ValueError("an entry's file system or memory has a name that is not a string")
+    limits = {
+        "block_size": 1 << 31,
+        "queue_depth": MAX_QUEUE_DEPTH,
+        "intra_op_parallelism": MAX_PARALLELISM,
+    }
+    for name, limit in limits.items():
+        number = getattr(settings, name)
         if type(number) is not int or not 1 <= number <= limit:
-            raise ValueError(f"an entry has {number!r} where a number from 1 to {limit} belongs")
+            raise ValueError(
+                f"an entry's {name} is not an integer between 1 and {limit} (got {number!r})"
+            )
     if type(settings.single_submit) is not bool or type(settings.overlap_events) is not bool:
-        raise ValueError("an entry has a switch that is neither true nor false")
+        raise ValueError("an entry has a flag that is neither true nor false")
     if settings.engine is not None and settings.engine not in _core.engine_names():
         raise ValueError(f"an entry has the unknown engine {settings.engine!r}")
     return Profile(file_system, settings, direction, memory, found)
@@ -219,7 +226,7 @@ def _uuid(descriptor: int) -> str | None:
     answer = bytearray(1 + _UUID_NBYTES)
     try:
         fcntl.ioctl(descriptor, _GET_UUID, answer)
-    except OSError:  # an older kernel, or a file system without one
+    except OSError:  # a kernel before 6.9, or a file system without a UUID
         return None
     number = bytes(answer[1 : 1 + min(answer[0], _UUID_NBYTES)])
     return number.hex() if any(number) else None

@@ -1,6 +1,6 @@
-"""Names: files get one, and take that of another, atomically and durably; directories are made and synced.
+"""Atomic and durable names: write small temporary files, rename files, create and sync directories.
 
-:mod:`tensorferry.transfer.replacement` writes files of any size without a name first; small ones are written here.
+:mod:`tensorferry.transfer.replacement` writes large files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.base.mounts import mount_if_seen
+from tensorferry.base.mounts import mount_or_none
 from tensorferry.errors import StorageError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Path as AnyPath
 
-# What fsync() of a directory says where there is none, as for the core.
+# Errors of fsync() on file systems that cannot sync a directory; the core has the same list.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-# What FUSE may say of a file that is still open, which it can be for a while after close(2).
+# Errors of rename() that FUSE may return for an open file. FUSE may consider a file open for a while after close(2).
 _STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
 _STILL_OPEN_SECONDS = 2.0
 _POLL_SECONDS = 0.002
@@ -33,7 +33,7 @@ _OWN_FILES = "/proc/self/fd"
 
 @contextlib.contextmanager
 def storage_errors(path: AnyPath, what: str = "") -> Iterator[None]:
-    """Raise what Python's own calls for names raise as a StorageError of a path, which says what was being done."""
+    """Raise an OSError of the block as a StorageError for ``path``; the message has the operation ``what``."""
     try:
         yield
     except StorageError:
@@ -45,14 +45,14 @@ def storage_errors(path: AnyPath, what: str = "") -> Iterator[None]:
 
 
 def new_name() -> str:
-    """Return a name that no file has."""
+    """Return a random name for a temporary file. It has 64 random bits, so no other file has this name."""
     return f".tensorferry-{secrets.token_hex(8)}.tmp"
 
 
 def write_temporary(path: Path, *parts: bytes, sync: bool) -> None:
-    """Write a small file that is to get another name by :func:`rename`; where this fails, nothing is there."""
+    """Write a small temporary file for a later :func:`rename`; if this fails, the file is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with removed_if_it_fails(path), open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
+    with remove_on_error(path), open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
         for part in parts:
             _write_all(file, part)
         if sync:
@@ -66,20 +66,21 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_it_fails(path: Path) -> Iterator[None]:
-    """Remove a file where the block raises."""
+def remove_on_error(path: Path) -> Iterator[None]:
+    """Remove a file if the block raises."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # what failed before is what matters
+        with contextlib.suppress(OSError):  # the original error matters more
             path.unlink()
         raise
 
 
 def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) -> None:
-    """Give a file another name, in the place of what has it; both may be in an open directory.
+    """Rename a file to ``target``, and replace an existing file there; both may be relative to an open ``directory``.
 
-    On FUSE what has just been closed may count as open for a while: the kernel tells the server later.
+    On FUSE, retry for up to 2 seconds if the file is still open: the kernel notifies the FUSE server of a close(2)
+    asynchronously (RELEASE).
     """
     deadline = time.monotonic() + _STILL_OPEN_SECONDS
     while True:
@@ -90,31 +91,31 @@ def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) ->
             where = Path(os.fsdecode(target)).parent
             if directory is not None:
                 where = Path(f"{_OWN_FILES}/{directory}") / "."
-            if late or not ((mount := mount_if_seen(where)) and mount["type"].startswith("fuse")):
+            if late or not ((mount := mount_or_none(where)) and mount["type"].startswith("fuse")):
                 raise
             time.sleep(_POLL_SECONDS)
         else:
             return
 
 
-# Directories' devices where renaming has been tried, and whether what is replaced was there.
-_renaming: set[tuple[int, bool]] = set()
+# File systems (device numbers) that passed the rename test, each with whether the test replaced an existing file.
+_renames_checked: set[tuple[int, bool]] = set()
 
 
 def check_renames(directory: Path, *, replaced: bool) -> None:
-    """Try whether files can be renamed in a directory, once for each file system.
+    """Test whether files can be renamed in a directory, once for each file system.
 
     Parameters
     ----------
     directory : Path
-        Where; it exists.
+        An existing directory.
     replaced : bool
-        Whether another one has the name.
+        Whether to test a rename that replaces an existing file.
 
     Raises
     ------
     StorageError
-        They cannot, or nothing can be made there.
+        Files cannot be renamed or created there.
     """
     with storage_errors(directory):
         _check_renames(directory, replaced=replaced)
@@ -122,7 +123,7 @@ def check_renames(directory: Path, *, replaced: bool) -> None:
 
 def _check_renames(directory: Path, *, replaced: bool) -> None:
     device = directory.stat().st_dev
-    if (device, replaced) in _renaming:
+    if (device, replaced) in _renames_checked:
         return
     names = [new_name() for _ in range(2)]
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,10 +133,10 @@ def _check_renames(directory: Path, *, replaced: bool) -> None:
         try:
             rename(*names, directory=descriptor)
         except OSError as error:
-            what = "replace a file by another" if replaced else "rename a file"
+            what = "rename a file over an existing one" if replaced else "rename a file"
             message = (
-                f"{error.strerror}: this file system cannot {what}, so that a save that is stopped would leave half "
-                "a file (remedy: save elsewhere, and copy what is complete)"
+                f"{error.strerror}: this file system cannot {what}, so an interrupted save would leave an incomplete "
+                "file (remedy: save to another file system, and copy the complete file)"
             )
             raise StorageError(error.errno, message, str(directory)) from None
     finally:
@@ -143,13 +144,13 @@ def _check_renames(directory: Path, *, replaced: bool) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=descriptor)
         os.close(descriptor)
-    _renaming.add((device, replaced))
+    _renames_checked.add((device, replaced))
 
 
 def make_directory(directory: Path, *, sync: bool = True) -> list[Path]:
-    """Make a directory and its parents where they are missing; return in which directories that made names.
+    """Create a directory and its missing parents, and return the directories in which names were created.
 
-    With ``sync`` they would survive a power cut.
+    With ``sync`` the new names are durable.
     """
     missing: list[Path] = []
     existing = directory
@@ -162,7 +163,7 @@ def make_directory(directory: Path, *, sync: bool = True) -> list[Path]:
             if sync:
                 sync_directory(path.parent)
         except BaseException:
-            # The next call would take it for one that is durable.
+            # Otherwise the next call would find the directory and assume that its name is durable.
             with contextlib.suppress(OSError):
                 path.rmdir()
             raise
@@ -183,7 +184,7 @@ def sync_open_directory(directory: int) -> None:
     try:
         os.fsync(directory)
     except OSError as error:
-        # Some file systems have no fsync for directories, and then nothing that it could add.
+        # A file system without fsync() of directories has no other way to make names durable either.
         if error.errno not in _NO_SYNC:
             raise
 
@@ -198,6 +199,6 @@ def sync_file(path: Path) -> None:
 
 
 def unlink(paths: Iterable[Path]) -> None:
-    """Remove files, those of them that are there."""
+    """Remove files, and ignore those that do not exist."""
     for path in paths:
         path.unlink(missing_ok=True)

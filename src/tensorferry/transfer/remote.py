@@ -1,14 +1,15 @@
-"""Objects of buckets, and files of the web, in the place of files that are read.
+"""Reading objects in buckets, and files on the web, like local files.
 
-obstore (Rust's object_store) does the talking: requests, retries, timeouts and credentials are its own. Here an object
-becomes an open file of the core, whose blocks are ranges of it: so futures, checksums, segments and memory of GPUs are
-those of all files, and only what is wanted is asked for.
+obstore (Rust's object_store) sends the requests and handles retries, timeouts and credentials. This module makes an
+object an open file of the core, where each block is an HTTP range request. Therefore futures, checksums, segments and
+GPU memory work as they do for local files, and only the requested bytes are downloaded.
 
-An object is pinned when it is opened: each answer must be of the same version (ETag, size and time), and whole. obstore
-looks that it is of the range that was asked for.
+Opening an object pins it: every response must be complete and of the same version (ETag, size and time of
+modification). obstore checks that a response has the requested range.
 
-A place is known by a text: a URL; or, for a store that the caller has made, one that only this process knows, as
-``s3+1f3a5c://bucket/key``. Such texts stand where paths do, and :func:`place` gives what pathlib has for them.
+An object is identified by a text that is used in place of a path. It is a URL; or, for a store object that the caller
+has created, a text such as ``s3+1f3a5c://bucket/key`` that is valid only in this process. :func:`as_path` returns an
+object with the methods of pathlib for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base import processes
-from tensorferry.base.checks import checked_path, is_pair, is_url, kept_path
+from tensorferry.base.checks import absolute_path, checked_path, is_pair, is_url
 from tensorferry.base.processes import in_forked_children
 from tensorferry.errors import StorageError
 from tensorferry.transfer.runtime import start_scheduler
@@ -40,41 +41,45 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Path, Readable
 
-# What obstore looks up in the environment when it makes a store.
+# Prefixes of the environment variables that obstore reads when it creates a store.
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
-# What is known of folders on the web, which cannot be listed.
+# The files that are looked for in a folder on the web, because HTTP cannot list a folder.
 _WEB_NAMES = (".metadata", "model.safetensors.index.json", "model.safetensors")
 
-# A request is long enough to be worth one, and so many are on their way at once: at 50 ms a request 2.6 GB/s.
+# Size and number of concurrent requests. A request must be large compared with its latency: 16 requests of 8 MiB with
+# a latency of 50 ms are 2.6 GB/s.
 _REQUEST_NBYTES = 8 << 20
 _REQUESTS = 16
+# From the message of a store's error, the markup of HTML and XML pages (_PAGE) is removed, and at most _MAX_REASON
+# characters are kept.
 _MAX_REASON = 400
 _PAGE = re.compile(
     r"<[?!](.*?<Code>)?|</Code>.*|<html.*|Debug source: .*", re.DOTALL | re.IGNORECASE
 )
 
-_lock = threading.RLock()  # who handles a signal may open something, too
-# That callers have made, and what their texts begin with; of very many the last ones.
+_lock = threading.RLock()  # reentrant, because a signal handler may open an object, too
+# Stores that callers have created, each with the prefix of its texts. Only the last 1024 are kept.
 _stores: collections.deque[tuple[str, Any]] = collections.deque(maxlen=1024)
-# Names without a part that is empty, or leads elsewhere; perhaps with a slash behind them.
+# A valid key: between slashes it has no empty part and no part "." or ".."; a slash at its end is allowed.
 _KEY = re.compile(r"(?!/)(?!(.*/)?\.{1,2}(/|$))(?!.*//)[^\0]*", re.DOTALL)
 _scheduler: _core.Scheduler | None = None
-_leaving = False
+# Whether the interpreter is exiting: then no request is sent.
+_exiting = False
 
 
 class Version(NamedTuple):
-    """What tells a file from the one that has its name later, and from itself after a change.
+    """The version of a file. It changes when the file is modified, or when another file gets its name.
 
     Attributes
     ----------
     device : int
-        Of the file system; 0 for an object of a bucket.
+        The device number of the file system; 0 for an object in a bucket.
     identity : object
-        The inode; of an object its version and its ETag.
+        The inode; for an object its version and its ETag.
     nbytes : int
         The size.
     modified : object
-        When it was changed last.
+        The time of the last modification.
     """
 
     device: int
@@ -84,19 +89,19 @@ class Version(NamedTuple):
 
     @staticmethod
     def of(file: Any) -> Version:
-        """Return that of an open file; of an object that of its opening, to which it is pinned."""
+        """Return the version of an open file; for an object the version to which it was pinned when opened."""
         return file._version or _of_status(os.fstat(file._open_file().descriptor))
 
     @staticmethod
     def at(path: str) -> Version:
-        """Return that of the file that has a name now."""
+        """Return the version of the file or object that a path names now."""
         if is_url(path):
-            return _pinned(path)[2]
+            return _pin(path)[2]
         return _of_status(os.stat(path))  # noqa: PTH116
 
     @staticmethod
     def _of(meta: Any) -> Version:
-        """Return that of an object, of which obstore has said this."""
+        """Return the version of an object from obstore's metadata."""
         identity = meta["version"], meta["e_tag"]
         return Version(0, identity, meta["size"], meta["last_modified"])
 
@@ -109,7 +114,7 @@ def _of_status(status: os.stat_result) -> Version:
 
 
 class Object(NamedTuple):
-    """An object that has been opened: the core's file, and its version."""
+    """An open object: the core's file, the version to which it is pinned, and the scheduler that reads it."""
 
     file: _core.File
     version: Version
@@ -117,24 +122,24 @@ class Object(NamedTuple):
 
 
 def source_path(path: Readable, name: str = "path") -> str:
-    """Return the text of what is to be read: a local path, absolute; a URL; or a pair of an obstore store and a key.
+    """Return the text that identifies a source: a local path (made absolute), a URL, or a pair of store and key.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these.
+        The argument is none of these.
     ImportError
-        It needs obstore, which is not installed.
+        The source requires obstore, which is not installed.
     """
     if is_pair(path):
         return _text_of_pair(path, name)
     if is_url(path):
         return _text_of_url(os.fspath(path), name)  # type: ignore[arg-type]
-    return kept_path(path, name)  # type: ignore[arg-type]
+    return absolute_path(path, name)  # type: ignore[arg-type]
 
 
 def text_of(path: Readable, name: str = "path") -> str:
-    """Do as :func:`source_path`, and leave local paths as they are."""
+    """Return the text of a source as :func:`source_path` does, but keep a local path as it is."""
     if is_pair(path):
         return source_path(path, name)
     text = os.fsdecode(path)  # type: ignore[arg-type]
@@ -142,14 +147,14 @@ def text_of(path: Readable, name: str = "path") -> str:
 
 
 def checked_text(path: Readable, name: str = "path") -> str:
-    """Do as :func:`text_of`, and raise ValueError or TypeError for what cannot be a local path."""
+    """Return the text of a source as :func:`text_of` does, and raise ValueError or TypeError for an invalid path."""
     if is_pair(path) or is_url(path):
         return source_path(path, name)
     return checked_path(path, name)  # type: ignore[arg-type]
 
 
-def place(path: Path) -> pathlib.Path | Any:
-    """Return a path, or what stands for it in a bucket: an :class:`ObjectPath`."""
+def as_path(path: Path) -> pathlib.Path | Any:
+    """Return a :class:`pathlib.Path`, or for a URL an :class:`ObjectPath`."""
     if is_url(path):
         return ObjectPath(os.fspath(path))  # type: ignore[arg-type]
     import pathlib
@@ -158,37 +163,40 @@ def place(path: Path) -> pathlib.Path | Any:
 
 
 def open_object(text: str) -> Object:
-    """Open an object for reading, pinned to what it is now.
+    """Open an object for reading, pinned to its current version.
 
     Raises
     ------
     StorageError
-        There is none (ENOENT), it may not be read (EACCES), or the store cannot be asked (ECOMM).
+        The object does not exist (ENOENT), it may not be read (EACCES), or the store cannot be reached (ECOMM).
     ImportError, RuntimeError
-        obstore is not installed, or has been used before a fork.
+        obstore is not installed, or was imported before fork().
     """
-    store, key, version = _pinned(text)
+    store, key, version = _pin(text)
     reader = _Reader(store, key, version)
+    # A device number that no drive has. It is computed from the text without the key, so the core treats all objects of
+    # a bucket as files on one device.
     device = (1 << 40) + _core.crc32(text[: -len(key) or None].encode())
     file = _core.file_of_source(text, version.nbytes, device, reader)
     return Object(file, version, _shared_scheduler())
 
 
-def _pinned(text: str) -> tuple[Any, str, Version]:
-    """Return the store, the key and the present version of an object; errors as for :func:`open_object`."""
-    store, key = _resolved(text)
+def _pin(text: str) -> tuple[Any, str, Version]:
+    """Return the store, the key and the current version of an object; errors as for :func:`open_object`."""
+    store, key = _resolve(text)
     if not key:
-        raise StorageError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}; it names no object", text)
-    found = _asked(lambda: usable_obstore().head(store, key), text)
+        why = f"{os.strerror(errno.EISDIR)}; the URL names a bucket, not an object"
+        raise StorageError(errno.EISDIR, why, text)
+    found = _request(lambda: usable_obstore().head(store, key), text)
     version = Version._of(found)
     if version.identity == (None, None):
-        why = "the server sends no ETag for it, so that nobody would notice that it is replaced meanwhile"
+        why = "the server sends no ETag, without which a replacement of the object could not be detected"
         raise StorageError(errno.EOPNOTSUPP, f"{os.strerror(errno.EOPNOTSUPP)}; {why}", text)
     return store, key, version
 
 
 class ObjectPath(os.PathLike[str]):
-    """A place in a bucket, with what this package uses of :class:`pathlib.Path`."""
+    """A path in a bucket, with those methods of :class:`pathlib.Path` that this package uses."""
 
     def __init__(self, text: str) -> None:
         scheme, _, rest = text.partition(":/")
@@ -218,19 +226,19 @@ class ObjectPath(os.PathLike[str]):
 
     @property
     def parent(self) -> ObjectPath:
-        """The place that has this one."""
+        """The path without its last part."""
         return ObjectPath(self._text.rpartition("/")[0])
 
     def is_symlink(self) -> bool:
-        """Return False."""
+        """Return False: buckets have no symbolic links."""
         return False
 
     def exists(self) -> bool:
-        """Return whether there is an object, or some below it."""
+        """Return whether there is an object with this key, or objects below it."""
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        """Return whether there is an object."""
+        """Return whether there is an object with this key."""
         try:
             self._head()
         except FileNotFoundError:
@@ -238,11 +246,11 @@ class ObjectPath(os.PathLike[str]):
         return True
 
     def is_dir(self) -> bool:
-        """Return whether there are objects below it."""
+        """Return whether there are objects below this key."""
         return next(self.iterdir(), None) is not None
 
     def stat(self) -> Any:
-        """Return the kind and the size; FileNotFoundError where there is neither an object nor some below it."""
+        """Return mode and size; raise FileNotFoundError if there is neither an object nor objects below the key."""
         try:
             return types.SimpleNamespace(st_mode=stat.S_IFREG, st_size=self._head()["size"])
         except FileNotFoundError:
@@ -251,20 +259,24 @@ class ObjectPath(os.PathLike[str]):
         return types.SimpleNamespace(st_mode=stat.S_IFDIR, st_size=0)
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """Yield what is directly below it."""
-        store, key = _resolved(self._text)
+        """Yield the objects and folders directly below this key."""
+        store, key = _resolve(self._text)
         if self._text.startswith("http"):
-            yield from self._usual_files()
+            yield from self._known_web_files()
             return
-        listed = _asked(
+        listed = _request(
             lambda: usable_obstore().list_with_delimiter(store, key or None), self._text
         )
         paths = [*listed["common_prefixes"], *(each["path"] for each in listed["objects"])]
         for name in sorted({path.rstrip("/").rpartition("/")[2] for path in paths}):
             yield self / name
 
-    def _usual_files(self) -> Iterator[ObjectPath]:
-        """Yield what a folder of the web has of the usual names; some servers refuse what is not there."""
+    def _known_web_files(self) -> Iterator[ObjectPath]:
+        """Yield the paths of those files of _WEB_NAMES that a folder on the web has.
+
+        An error for one name is ignored if another file is found, because some servers refuse a request for a file that
+        does not exist.
+        """
         failure: StorageError | None = None
         found = False
         for name in _WEB_NAMES:
@@ -278,61 +290,61 @@ class ObjectPath(os.PathLike[str]):
             raise failure
 
     def read_bytes(self) -> bytes:
-        """Return all of an object."""
-        store, key = _resolved(self._text)
+        """Return the bytes of the object."""
+        store, key = _resolve(self._text)
 
         def read() -> bytes:
             found = usable_obstore().get(store, key)
             data = bytes(found.bytes())
             if len(data) != found.meta["size"]:
-                raise _UnfitError(f"{len(data)} of {found.meta['size']} bytes came")
+                raise _InvalidResponseError(f"received {len(data)} of {found.meta['size']} bytes")
             return data
 
-        return self._found(read)  # type: ignore[no-any-return]
+        return self._request_found(read)  # type: ignore[no-any-return]
 
     def _head(self) -> Any:
-        store, key = _resolved(self._text)
+        store, key = _resolve(self._text)
         if not key:
-            raise FileNotFoundError(errno.ENOENT, "a bucket is no object", self._text)
-        return self._found(lambda: usable_obstore().head(store, key))
+            raise FileNotFoundError(errno.ENOENT, "it is a bucket, not an object", self._text)
+        return self._request_found(lambda: usable_obstore().head(store, key))
 
-    def _found(self, ask: Callable[[], Any]) -> Any:
+    def _request_found(self, ask: Callable[[], Any]) -> Any:
         try:
-            return _asked(ask, self._text)
+            return _request(ask, self._text)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 raise FileNotFoundError(*error.args) from None
             raise
 
 
-class _UnfitError(Exception):
-    """An answer is not what was asked for."""
+class _InvalidResponseError(Exception):
+    """A response does not have the requested bytes."""
 
     errno = errno.EBADMSG
 
 
 class _ChangedError(Exception):
-    """An object is not the one that was opened."""
+    """The object's version is not the one that was opened."""
 
     errno = errno.ESTALE
 
 
-class _LeavingError(Exception):
-    """Nobody waits for it any more."""
+class _ExitingError(Exception):
+    """A request was cancelled because the interpreter is exiting."""
 
     errno = errno.ECANCELED
 
 
 class _RefusedError(Exception):
-    """What obstore has raised, with an error number."""
+    """An exception of obstore, with an errno."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(_reason(error))
-        self.errno = _number_of(error)
+        self.errno = _errno_of(error)
 
 
 class _Reader:
-    """Reads ranges of one version of an object; called by threads of the core."""
+    """A reader of ranges of one version of an object; worker threads of the core call it."""
 
     def __init__(self, store: Any, key: str, version: Version) -> None:
         self._store = store
@@ -340,57 +352,65 @@ class _Reader:
         self._version = version
 
     def __call__(self, offset: int, nbytes: int) -> Iterator[Buffer]:
-        """Yield the bytes of a range.
+        """Yield the bytes of a range in chunks.
 
         Raises
         ------
         Exception
-            With an attribute ``errno``: they cannot be had.
+            The range cannot be read. The exception has an attribute ``errno``.
         """
         end = offset + nbytes
-        _check_leaving()
+        _check_exiting()
         options: dict[str, Any] = {"range": (offset, end)}
         etag = self._version.identity[1]
-        # A weak ETag never matches (RFC 9110, 13.1.1).
+        # A weak ETag never matches If-Match (RFC 9110, 13.1.1).
         if etag is not None and not etag.startswith("W/"):
             options["if_match"] = etag
-        came = 0
+        received_nbytes = 0
         try:
             answer = usable_obstore().get(self._store, self._key, options=options)
             if (found := Version._of(answer.meta)) != self._version:
                 raise _ChangedError(
-                    f"the object was {self._version} when it was opened, and is {found}"
+                    f"the object has changed since it was opened: from {self._version} to {found}"
                 )
-            # All of it at once: a connection whose bytes nobody takes stands still.
+            # Read the whole response without pause: a connection that is not read stalls.
             for chunk in answer.stream(min_chunk_size=nbytes):
-                came += len(chunk)
+                received_nbytes += len(chunk)
                 yield chunk
-                _check_leaving()
-            if came != nbytes:
-                raise _UnfitError(f"{came} bytes came")
-        except (_UnfitError, _ChangedError, _LeavingError) as error:
+                _check_exiting()
+            if received_nbytes != nbytes:
+                raise _InvalidResponseError(f"received {received_nbytes} bytes")
+        except (_InvalidResponseError, _ChangedError, _ExitingError) as error:
             error.args = (f"bytes {offset} to {end}: {error}",)
             raise
         except Exception as error:
             failure = _RefusedError(error)
-            failure.args = (f"bytes {offset} to {end}, of which {came} came: {failure}",)
+            failure.args = (f"bytes {offset} to {end}, {received_nbytes} received: {failure}",)
             raise failure from None
 
 
 @atexit.register
-def _leave() -> None:
-    """Ask for nothing more. What has been asked for is waited for: obstore must not return to no interpreter."""
-    global _leaving
-    _leaving = True
+def _refuse_requests() -> None:
+    """Refuse further requests at exit.
+
+    After this function, transfer.runtime closes the scheduler, which waits for the requests in flight: a thread of
+    obstore that returned after the interpreter has been finalized would crash.
+    """
+    global _exiting
+    _exiting = True
 
 
-def _check_leaving() -> None:
-    if _leaving:
-        raise _LeavingError("the interpreter ends")
+def _check_exiting() -> None:
+    if _exiting:
+        raise _ExitingError("the interpreter is exiting")
 
 
-def _interruptibly(ask: Callable[[], Any]) -> Any:
-    """Call what waits for an answer for minutes, perhaps; Ctrl-C leaves it alone."""
+def _call_interruptibly(ask: Callable[[], Any]) -> Any:
+    """Call ``ask``, which may wait minutes for a response, and let KeyboardInterrupt end the wait.
+
+    If the main thread calls this function, a daemon thread runs ``ask``, and the main thread waits for it. After a
+    KeyboardInterrupt the request itself continues in the daemon thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         return ask()
     answers: list[Any] = []
@@ -405,7 +425,8 @@ def _interruptibly(ask: Callable[[], Any]) -> Any:
         finally:
             ended.set()
 
-    usable_obstore()  # imported here, so that a fork of another thread does not meet it half-way
+    # Import obstore before the thread starts: fork() by another thread must not happen during the import.
+    usable_obstore()
     threading.Thread(target=run, name="tensorferry-ask", daemon=True).start()
     ended.wait()
     for failure in failures:
@@ -414,13 +435,13 @@ def _interruptibly(ask: Callable[[], Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return what is said of an error, without the pages that servers send."""
+    """Return the message of an error without the HTML or XML pages that servers send, and not longer than a limit."""
     text = " ".join(_PAGE.sub(" ", str(error)).split())
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " ..."
 
 
-def _number_of(error: Exception) -> int:
-    """Return an error number for what obstore has raised."""
+def _errno_of(error: Exception) -> int:
+    """Return the errno that corresponds to an exception of obstore."""
     from obstore import exceptions
 
     if isinstance(error, FileNotFoundError):
@@ -431,41 +452,41 @@ def _number_of(error: Exception) -> int:
         return errno.ESTALE
     if isinstance(error, (exceptions.NotSupportedError, exceptions.InvalidPathError)):
         return errno.EOPNOTSUPP
-    return errno.ECOMM  # no damage: it may be there the next time
+    return errno.ECOMM  # a failure of the communication, not of the data: a retry may succeed
 
 
-def _asked(ask: Callable[[], Any], text: str) -> Any:
-    """Return what a store says; its failure becomes StorageError."""
+def _request(ask: Callable[[], Any], text: str) -> Any:
+    """Call ``ask`` and return its result; raise an error of the store as StorageError."""
     try:
-        return _interruptibly(ask)
+        return _call_interruptibly(ask)
     except (ImportError, RuntimeError):
         raise
-    except _UnfitError as error:
+    except _InvalidResponseError as error:
         raise StorageError(error.errno, f"{os.strerror(error.errno)}; {error}", text) from None
     except Exception as error:
-        number = _number_of(error)
+        number = _errno_of(error)
         raise StorageError(number, f"{os.strerror(number)}; {_reason(error)}", text) from None
 
 
-def imported_obstore() -> Any:
-    """Return obstore; ImportError with the extra's name where it is not installed."""
+def import_obstore() -> Any:
+    """Import and return obstore; raise ImportError with the name of the extra if it is not installed."""
     try:
         import obstore
     except ImportError as error:
         raise ImportError(
-            f"buckets and the web are reached by obstore, which cannot be imported ({error}); remedy: pip install "
-            "'tensorferry[remote]'"
+            f"reading from buckets and the web requires obstore, which cannot be imported: {error} (remedy: "
+            "pip install 'tensorferry[remote]')"
         ) from None
     return obstore
 
 
 def usable_obstore() -> Any:
-    """Return obstore; RuntimeError where a call of it would wait for threads of the parent process."""
-    obstore = imported_obstore()
+    """Return obstore; raise RuntimeError after fork(), where it would wait for threads of the parent process."""
+    obstore = import_obstore()
     if processes.forked_with_obstore:
         raise RuntimeError(
-            "obstore was imported before fork(), and its threads are the parent process's (remedy: the start method "
-            '"spawn" or "forkserver" of multiprocessing)'
+            "obstore was imported before fork(), and its threads exist only in the parent process (remedy: the start "
+            'method "spawn" or "forkserver" of multiprocessing)'
         )
     return obstore
 
@@ -475,41 +496,41 @@ def _text_of_url(url: str, name: str) -> str:
     bucket, _, key = rest.removeprefix("/").partition("/")
     is_web = scheme.startswith("http")
     if is_web and "@" in bucket:
-        raise ValueError(f"{name}: a URL with a user's name or password is not taken")
+        raise ValueError(f"{name}: a URL with a user name or password is not supported")
     if not bucket and "+" not in scheme:
         raise ValueError(f"{name}: {url!r} has no bucket")
     if is_web and "?" in key:
         raise ValueError(
-            f"{name}: {url.partition('?')[0]!r} has a query, which is no part of a key"
+            f"{name}: a query is not supported in a URL (got {url.partition('?')[0]!r} with one)"
         )
     if not _KEY.fullmatch(key):
-        raise ValueError(f"{name}: {url!r} has no key that can be asked for")
+        raise ValueError(f"{name}: invalid key in the URL (got {url!r})")
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
 
 
 def _text_of_pair(pair: tuple[Any, str], name: str) -> str:
     store, key = pair
     if not any(kind.__module__.startswith("obstore.") for kind in type(store).__mro__):
-        raise TypeError(f"{name}: {store!r} is no store of obstore's")
+        raise TypeError(f"{name}: expected a store of obstore (got {store!r})")
     if not _KEY.fullmatch(key):
-        raise ValueError(f"{name}: {key!r} is no key that can be asked for")
+        raise ValueError(f"{name}: invalid key (got {key!r})")
     with _lock:
-        known = tuple(_stores)  # a signal handler may add one
+        known = tuple(_stores)  # a copy, because a signal handler may append to the deque
         begin = next((begin for begin, each in known if each is store or each == store), None)
         if begin is None:
             kind = type(store).__name__.removesuffix("Store").lower()
             config = getattr(store, "config", None) or {}
             bucket = config.get("bucket") or config.get("container_name") or ""
             parts = (bucket, str(getattr(store, "prefix", None) or "").strip("/"))
-            # Another process has other stores: no text of one is taken for one of these.
+            # A random part makes the text unique: a text of another process never refers to a store of this one.
             where = "".join(f"{each}/" for each in parts if each)
             begin = f"{kind}+{secrets.token_hex(3)}://{where}"
             _stores.append((begin, store))
     return f"{begin}{key}"
 
 
-def _resolved(text: str) -> tuple[Any, str]:
-    """Return the store and the key of a text."""
+def _resolve(text: str) -> tuple[Any, str]:
+    """Return the store and the key that a text identifies."""
     usable_obstore()
     for begin, store in tuple(_stores):
         if text.startswith(begin) or f"{text}/" == begin:
@@ -517,7 +538,9 @@ def _resolved(text: str) -> tuple[Any, str]:
     scheme, _, rest = text.partition("://")
     bucket, _, key = rest.partition("/")
     if "+" in scheme:
-        raise RuntimeError(f"{text!r} is a store of another process: give a store and a key")
+        raise RuntimeError(
+            f"path: {text!r} refers to a store object of another process (remedy: pass a store and a key)"
+        )
     if scheme.startswith("http"):
         import urllib.parse
 
@@ -530,7 +553,7 @@ def _resolved(text: str) -> tuple[Any, str]:
 
 @functools.lru_cache(16)
 def _store(root: str, _settings: tuple[tuple[str, str], ...]) -> Any:
-    """Return obstore's store for a URL and what the environment says now."""
+    """Return obstore's store for a URL; ``_settings``, the environment's settings, are part of the cache key."""
     from obstore import store
 
     try:
@@ -545,7 +568,7 @@ def _store(root: str, _settings: tuple[tuple[str, str], ...]) -> Any:
 
 
 def _shared_scheduler() -> _core.Scheduler:
-    """Return what serves all objects: threads, which wait for answers."""
+    """Return the scheduler of all objects. It has the engine "threads", because a thread waits for each response."""
     global _scheduler
     with _lock:
         if _scheduler is None or not _scheduler.belongs_to_this_process():
@@ -554,6 +577,6 @@ def _shared_scheduler() -> _core.Scheduler:
 
 
 @in_forked_children
-def _forget_lock() -> None:
+def _replace_lock() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread may have held it at fork
+    _lock = threading.RLock()  # another thread of the parent may have held it during fork()

@@ -1,9 +1,11 @@
-"""A new file that takes the place of another when it is whole, at one stroke.
+"""Atomic replacement of a file: write a temporary file, fsync it, and rename it to the target.
 
-Until then it has no name, where the file system knows such files (O_TMPFILE): whatever ends the process, nothing is
-left behind. Elsewhere (NFS, for one, or without /proc) it has a temporary name beside its later one. FUSE file systems
-of object stores may refuse permissions, a second descriptor, or to rename what is open: none of that is needed. They
-must be able to rename a file, and that is tried before data are written.
+Where the file system supports it, the temporary file has no name (O_TMPFILE). The kernel then deletes it when the
+process ends, in whatever way. Elsewhere (for example on NFS, or without /proc) it has a temporary name in the target's
+directory.
+
+FUSE file systems of object stores may not support permissions, a second descriptor, or renaming an open file. This
+module works without these. It does need rename(), and tests it before any data is written.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.base.checks import kept_path
+from tensorferry.base.checks import absolute_path
 from tensorferry.base.processes import Owned
-from tensorferry.errors import StorageError, first_of
+from tensorferry.errors import StorageError, first_error, missing_folder
 from tensorferry.transfer.files import File
 from tensorferry.transfer.new_file import NewFile
 from tensorferry.transfer.publication import (
@@ -42,90 +44,97 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import Priority
     from tensorferry.transfer.futures import Future
 
-# What file systems without nameless files say.
-_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-# Nothing is called so, or no file, or nothing can be: a longer name than the file system takes.
-_NOT_BESIDE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
+# Errors of open(O_TMPFILE) on file systems without support for it (see open(2)).
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+# Errors of unlink() that show that a file has no sidecar (a file with the same name plus a suffix, which describes it):
+# the sidecar's name does not exist, names a directory, or is too long.
+_NO_SIDECAR = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
 
-# Whole files that are written beside each other. Each has three descriptors, so that fewer may be possible.
-_TOGETHER = 16
+# Files that are replaced concurrently. Each needs three descriptors, so a descriptor limit may allow fewer.
+_MAX_CONCURRENT = 16
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
-# What file systems say that have no permissions, or keep them to themselves.
+# Errors of fchmod() on file systems that have no permissions or do not let a process change them.
 _NO_PERMISSIONS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _ACL = "system.posix_acl_access"
 _OWN_FILES = "/proc/self/fd"
 
-# How often a path is looked up twice before it is believed that the two are not the same file: others may be replacing
-# it between the two.
-_LOOKS_MAX = 100
+# _resolve() resolves a path and looks up the file by the original and by the resolved path, up to this number of times,
+# until both lookups find the same file. Another process may replace the file between the two lookups, so a single
+# difference does not prove that the resolved path is wrong.
+_MAX_LOOKUPS = 100
 
 
 class Target(Owned, abc.ABC):
-    """A path, and the file that is to have it; :class:`Replacement` and :class:`WholeFile` say how it is written.
+    """A new file that will replace the file at a path; the subclasses define how it is written.
 
-    A context manager: the file takes its place at the end of the block, or not at all if that raises.
+    A context manager: at the end of the block the new file is renamed to the path, unless the block raises.
 
     Parameters
     ----------
     path : str, bytes or PathLike
-        The place; a symbolic link is followed. Owner, group, permissions and POSIX ACL of what is there are kept, as
-        far as this process may give them; where it may not, nobody else gets a right that he had not.
+        The path of the file to replace; a symbolic link is followed. Owner, group, permissions and POSIX ACL of the
+        existing file are kept as far as this process may set them; where it may not, no other user gains a right.
     sync : bool
-        Whether the file will survive a power cut.
-    beside_suffix : str
-        A file that is called as this one, with this behind it, tells of the old one: it goes with it.
+        Make the new file durable.
+    sidecar_suffix : str
+        If given, a file with the target's name plus this suffix describes the old file and is deleted with it.
 
     Raises
     ------
     ValueError
-        What is at the path is no regular file, or has no name any more.
+        The path names something that is not a regular file, or a file that has been deleted.
     StorageError, OSError
-        The file cannot be made.
+        The new file cannot be created.
 
     Attributes
     ----------
     target : str
-        The path that it will have.
+        The path that the new file will have.
     """
 
-    def __init__(self, path: AnyPath, *, sync: bool, beside_suffix: str = "") -> None:
-        target, old = _found(path)
+    def __init__(self, path: AnyPath, *, sync: bool, sidecar_suffix: str = "") -> None:
+        target, old = _resolve(path)
         self.target = str(target)
-        self._beside: set[Path] = set()
-        if beside_suffix:
+        self._sidecars: set[Path] = set()
+        if sidecar_suffix:
             asked = Path(os.fsdecode(path))
             by_either_name = (asked.parent.resolve() / asked.name, target)
-            self._beside = {each.with_name(each.name + beside_suffix) for each in by_either_name}
+            self._sidecars = {each.with_name(each.name + sidecar_suffix) for each in by_either_name}
         self._last_name = target.name
-        self._name: str | None = None  # what it is called for now, in the directory
-        self._own_path = self._linked = ""
+        self._name: str | None = None  # the new file's temporary name in the directory
+        self._proc_path = self._proc_target = ""
         self._sync = sync
         self._finished = False
-        self._belong_here()
+        self._set_owner()
         self._directory = self._descriptor = -1
-        self._opened = False
+        self._is_open = False
         try:
-            with self.named():
+            with self.naming_target():
                 self._make(target, old)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
     def _make(self, target: Path, old: os.stat_result | None) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        self._directory = os.open(str(target.parent), flags)
-        # Nobody else may open it before it has the old one's permissions.
+        try:
+            self._directory = os.open(str(target.parent), flags)
+        except FileNotFoundError as error:
+            if problem := missing_folder(self.target):
+                error.strerror = f"{error.strerror} ({problem})"
+            raise
+        # With mode 0600 no other user can open the new file before it has the old file's permissions.
         self._descriptor = self._create(0o666 if old is None else 0o600)
         if old is not None:
-            _keep_rights(self._descriptor, self.target, old)
-        self._own_path = f"{_OWN_FILES}/{self._descriptor}"
-        try:  # what the core calls it in failures: without /proc that is its number
-            self._linked = os.readlink(self._own_path)  # noqa: PTH115
+            _copy_permissions(self._descriptor, self.target, old)
+        self._proc_path = f"{_OWN_FILES}/{self._descriptor}"
+        try:  # the path that the core uses for the file in errors; without /proc it uses the descriptor's number
+            self._proc_target = os.readlink(self._proc_path)  # noqa: PTH115
         except OSError:
-            self._linked = f"descriptor {self._descriptor}"
+            self._proc_target = f"descriptor {self._descriptor}"
         self._open()
-        self._opened = True
+        self._is_open = True
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -133,53 +142,55 @@ class Target(Owned, abc.ABC):
 
     @abc.abstractmethod
     def _finish(self) -> None:
-        """Write what is left, make it durable where that was asked for, and close."""
+        """Write the remaining bytes, make the data durable if requested, and close the file."""
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """Close what was opened, when nothing is being written to it any more."""
+        """Close the file once no write to it is in flight."""
 
     def finish(self) -> None:
-        """Write what is left; with ``sync`` its data is durable then. :meth:`commit` has only the name to give."""
-        with self.named():
+        """Write the remaining bytes; with ``sync`` the data is then durable. A later :meth:`commit` only renames."""
+        with self.naming_target():
             self._finish()
         self._finished = True
 
     def commit(self, *, sync_names: bool = True) -> None:
-        """Finish the file, let it take its place, and close; without ``sync_names`` the caller makes its name durable.
+        """Finish the file, rename it to the target, and close it.
+
+        With ``sync_names=False`` the caller makes the rename durable.
 
         Raises
         ------
         StorageError, OSError
-            Not everything could be written, made durable, or put in place. What was there has stayed, unless it is
-            only the new file's name that could not be made durable.
+            The file could not be written completely, made durable, or renamed. The old file is still there, unless
+            only the rename could not be made durable.
         """
         try:
             if not self._finished:
                 self.finish()
-            with self.named():
-                self._take_place(sync_names=sync_names)
+            with self.naming_target():
+                self._publish(sync_names=sync_names)
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
         finally:
-            self._let_go()
+            self._release()
 
     def abort(self) -> None:
-        """Give the file up, and close: what was there stays. After an end nothing is done."""
+        """Discard the new file; the old file stays. After :meth:`commit` or :meth:`abort` a call has no effect."""
         try:
-            self._give_up()
+            self._abandon()
         finally:
-            self._let_go()
+            self._release()
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Let failures of this file in the block name the path that it will have."""
+    def naming_target(self) -> Iterator[None]:
+        """In errors that the block raises for the new file, replace the file's name with the target path."""
         try:
             yield
         except OSError as error:
             directory = str(Path(self.target).parent)
-            own = (self._own_path, self._linked, self._name)
+            own = (self._proc_path, self._proc_target, self._name)
             if error.filename in (None, ".", directory, *own):
                 error.filename = self.target
                 if error.filename2 is not None:
@@ -200,72 +211,75 @@ class Target(Owned, abc.ABC):
             self.abort()
 
     def _create(self, mode: int) -> int:
-        """Return the descriptor of a new file."""
+        """Create a new file, without a name if possible, and return its descriptor."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        # Without /proc a file without a name cannot be opened again, or get one.
+        # Opening a file without a name again, and linking it to a name, both need its path in /proc/self/fd.
         if Path(_OWN_FILES).exists():
             try:
                 return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
             except OSError as error:
-                if error.errno not in _NO_NAMELESS_FILES:
+                if error.errno not in _NO_TMPFILE:
                     raise
         check_renames(Path(self.target).parent, replaced=Path(self.target).exists())
         self._name = new_name()
         return os.open(self._name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
 
-    def _take_place(self, *, sync_names: bool) -> None:
+    def _publish(self, *, sync_names: bool) -> None:
         directory = self._directory
         if self._name is not None:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
         else:
-            # No name may be in the way of link(), so the old one is not given at once. With a directory given, link()
-            # follows the symbolic link that /proc shows.
+            # link() fails if the name exists, so the file gets a temporary name first, which is then renamed. Passing
+            # directory descriptors makes Python call linkat(), which follows the symbolic link in /proc/self/fd.
             self._name = new_name()
-            os.link(self._own_path, self._name, src_dir_fd=directory, dst_dir_fd=directory)
+            os.link(self._proc_path, self._name, src_dir_fd=directory, dst_dir_fd=directory)
             if self._sync:
-                # That it has a name at all: ext2, which has no journal, would call the file deleted.
+                # Make the link count durable: after a power cut ext2, which has no journal, would otherwise consider
+                # the file deleted.
                 os.fsync(self._descriptor)
-        # Before: nobody may find the new file beside what tells of the old one, after a power cut neither.
-        for path in self._remove_beside():
+        # Remove the sidecar before the rename: the new file must never be seen together with the sidecar of the old
+        # one, not even after a power cut.
+        for path in self._remove_sidecars():
             if self._sync:
                 sync_directory(path.parent)
         rename(self._name, self._last_name, directory=directory)
         self._name = None
-        self._remove_beside()  # somebody may have written one meanwhile
+        self._remove_sidecars()  # another process may have written one for the old file meanwhile
         if self._sync and sync_names:
             sync_open_directory(directory)
 
-    def _remove_beside(self) -> list[Path]:
+    def _remove_sidecars(self) -> list[Path]:
         removed = []
-        for path in self._beside:
+        for path in self._sidecars:
             try:
                 path.unlink()
                 removed.append(path)
             except OSError as error:
-                if error.errno not in _NOT_BESIDE:
+                if error.errno not in _NO_SIDECAR:
                     raise
         return removed
 
-    def _give_up(self) -> None:
-        if self.is_parents or not self._opened:
+    def _abandon(self) -> None:
+        if self.is_parents or not self._is_open:
             return
         self._abort()
-        # An exception's traceback may keep the file open for long; its space is wanted now. Nothing is cut that has a
-        # name: it may be the one that was asked for.
+        # Free the file's space now, because the traceback of an exception may keep the file open for long. A file with
+        # a name is not truncated: it may already have been renamed to the target.
         with contextlib.suppress(OSError):
             if os.fstat(self._descriptor).st_nlink == 0:
                 os.ftruncate(self._descriptor, 0)
 
-    def _let_go(self) -> None:
-        # Who lets go a second time finds nothing.
+    def _release(self) -> None:
+        # Reset the attributes first: a second call, for example by a signal handler, must not close the descriptors
+        # again, which other files may have by then.
         descriptor, self._descriptor = self._descriptor, -1
         directory, self._directory = self._directory, -1
         try:
             if descriptor >= 0:
                 os.close(descriptor)
             if directory >= 0 and self._name is not None and not self.is_parents:
-                with contextlib.suppress(OSError):  # what failed before is what matters
+                with contextlib.suppress(OSError):  # the original error matters more
                     os.unlink(self._name, dir_fd=directory)
         finally:
             if directory >= 0:
@@ -273,26 +287,26 @@ class Target(Owned, abc.ABC):
 
 
 class Replacement(Target):
-    """A place whose file is written in order, by a stream; see :class:`Target`.
+    """A replacement file that is written sequentially, by a stream; see :class:`Target`.
 
     Parameters
     ----------
-    path, sync, beside_suffix
+    path, sync, sidecar_suffix
         As for :class:`Target`.
     reserve_nbytes : int
-        Space to reserve at once.
+        Space to reserve immediately.
     checksums : Checksums, optional
-        Which to take of what is written.
+        The checksums to compute of the bytes written.
 
     Raises
     ------
     ValueError, StorageError, OSError
-        As for :class:`Target`; or there is no space for it.
+        As for :class:`Target`, or there is not enough space.
 
     Attributes
     ----------
     file : NewFile
-        To write to.
+        The new file.
     """
 
     file: NewFile
@@ -304,15 +318,15 @@ class Replacement(Target):
         sync: bool,
         reserve_nbytes: int = 0,
         checksums: Checksums | None = None,
-        beside_suffix: str = "",
+        sidecar_suffix: str = "",
     ) -> None:
         self._reserve_nbytes = reserve_nbytes
         self._checksums = checksums
-        super().__init__(path, sync=sync, beside_suffix=beside_suffix)
+        super().__init__(path, sync=sync, sidecar_suffix=sidecar_suffix)
 
     def _open(self) -> None:
         self.file = NewFile(
-            File._of_descriptor(self._descriptor),
+            File._from_descriptor(self._descriptor),
             reserve_nbytes=self._reserve_nbytes,
             checksums=self._checksums,
         )
@@ -324,8 +338,8 @@ class Replacement(Target):
         self.file.abort()
 
 
-class WholeFile(Target):
-    """A place whose file is written by one transfer, durable before the file has the name; see :class:`Target`."""
+class AtomicFile(Target):
+    """A replacement file that one transfer writes and makes durable before the rename; see :class:`Target`."""
 
     file: File
 
@@ -334,7 +348,7 @@ class WholeFile(Target):
         super().__init__(path, sync=True)
 
     def _open(self) -> None:
-        self.file = File._of_descriptor(self._descriptor, direct=self._direct)
+        self.file = File._from_descriptor(self._descriptor, direct=self._direct)
 
     def _finish(self) -> None:
         self.file.close()
@@ -343,7 +357,7 @@ class WholeFile(Target):
         self.file.close()
 
 
-def write_whole(
+def replace_files(
     items: Sequence[tuple[AnyPath, Any]],
     *,
     sync: bool,
@@ -351,12 +365,12 @@ def write_whole(
     priority: Priority,
     checksums: Checksums | None = None,
 ) -> None:
-    """Let each of several files be one array, or several, at one stroke; their data is durable before.
+    """Replace several files atomically, each with one array or several; the data is durable before the rename.
 
     Parameters
     ----------
     items
-        Paths, all different, and arrays that were checked.
+        Pairs of path and array. The paths are all different, and the arrays have been checked.
     sync : bool
         Return only when the names are durable, too.
     direct, priority, checksums
@@ -365,45 +379,47 @@ def write_whole(
     Raises
     ------
     StorageError
-        The failure of the first that failed, which knows the others. What was there has stayed then; files that did not
-        fail have taken their places.
+        The error of the first file that failed; ``others`` has further ones. Files that failed keep their old content,
+        all others have been replaced.
     """
+    # Raise ValueError for an invalid path before anything is written. An OSError is suppressed here, because the loop
+    # below raises it again for this file and collects it with the errors of the other files.
     for path, _ in items:
-        with contextlib.suppress(OSError):  # found again when it is the file's turn
-            _found(path)
+        with contextlib.suppress(OSError):
+            _resolve(path)
     failures: list[StorageError] = []
     remaining = deque(items)
     while remaining:
         with contextlib.ExitStack() as to_close:
-            writing: list[tuple[AnyPath, WholeFile, Future[Any]]] = []
-            while remaining and len(writing) < _TOGETHER:
+            writing: list[tuple[AnyPath, AtomicFile, Future[Any]]] = []
+            while remaining and len(writing) < _MAX_CONCURRENT:
                 path, array = remaining.popleft()
-                with _collected(failures, path):
+                with _collect_errors(failures, path):
                     try:
-                        place = WholeFile(path, direct=direct)
+                        replacement = AtomicFile(path, direct=direct)
                     except OSError as error:
                         if writing and error.errno in _TOO_MANY_FILES:
                             remaining.appendleft((path, array))
                             break
                         raise
-                    to_close.callback(place.abort)
-                    with place.named():
-                        future = place.file.write_from(
+                    to_close.callback(replacement.abort)
+                    with replacement.naming_target():
+                        future = replacement.file.write_from(
                             array, sync=True, priority=priority, checksums=checksums
                         )
                     to_close.callback(future._abandon)
-                    writing.append((path, place, future))
-            for path, place, future in writing:
-                with _collected(failures, path):
-                    with place.named():
+                    writing.append((path, replacement, future))
+            for path, replacement, future in writing:
+                with _collect_errors(failures, path):
+                    with replacement.naming_target():
                         future.result()
-                    place.commit(sync_names=sync)
+                    replacement.commit(sync_names=sync)
     if failures:
-        raise first_of(failures, "of this call")
+        raise first_error(failures, "of this call")
 
 
 @contextlib.contextmanager
-def _collected(failures: list[StorageError], path: AnyPath) -> Iterator[None]:
+def _collect_errors(failures: list[StorageError], path: AnyPath) -> Iterator[None]:
     try:
         with storage_errors(path):
             yield
@@ -411,24 +427,27 @@ def _collected(failures: list[StorageError], path: AnyPath) -> Iterator[None]:
         failures.append(error)
 
 
-def _found(path: AnyPath) -> tuple[Path, os.stat_result | None]:
-    """Return the path that one leads to by symbolic links, and what is there, None if nothing is."""
-    asked = kept_path(path)
+def _resolve(path: AnyPath) -> tuple[Path, os.stat_result | None]:
+    """Return a path with its symbolic links resolved, and the status of the file there or None."""
+    asked = absolute_path(path)
     if asked.endswith(("/", "/.", "/..")):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)
-    for _ in range(_LOOKS_MAX):
+    for _ in range(_MAX_LOOKUPS):
         target = os.path.realpath(asked)
-        # What the kernel finds need not be what the text of a link says: in /proc it may be a file that was deleted.
+        # The kernel may find another file than the text of a link names: a link in /proc may refer to a deleted file.
         found = _status(asked)
         status = found if target == asked else _status(target)
         if found is status or (found and status and os.path.samestat(found, status)):
             break
     else:
-        if found is None:  # by a directory that is missing
+        if found is None:  # a directory of the path is missing
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), asked)
-        raise ValueError(f"path: {path!r} leads to a file that is not at {target!r}")
+        raise ValueError(
+            f"path: the file that {path!r} refers to has been deleted, or has another path than {target!r} (remedy: "
+            "pass its present path)"
+        )
     if status is not None and not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"path: {target!r} is no regular file")
+        raise ValueError(f"path: {target!r} is not a regular file")
     return Path(target), status
 
 
@@ -439,8 +458,11 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
-    """Give a new file owner, group, ACL and permissions of the old one; nobody else gets a right that he had not."""
+def _copy_permissions(descriptor: int, path: str, old: os.stat_result) -> None:
+    """Copy owner, group, ACL and permissions of the old file to the new one, without adding a right for anyone.
+
+    If this process may not set one of them, the permissions are reduced instead.
+    """
     mode, new = stat.S_IMODE(old.st_mode), os.fstat(descriptor)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         try:
@@ -449,20 +471,27 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
             mode &= ~(stat.S_ISUID | stat.S_ISGID)
             try:
                 os.fchown(descriptor, -1, old.st_gid)
-            except OSError:  # the new group is among the others of the old file
+            except (
+                OSError
+            ):  # members of the new file's group had the rights of "others" on the old file
                 mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
     try:
-        acl, own = _acl_of(path), _acl_of(descriptor)  # a directory may give one to new files
+        acl, own = (
+            _acl_of(path),
+            _acl_of(descriptor),
+        )  # a directory's default ACL may have given the new file one
         if acl is not None:
             os.setxattr(descriptor, _ACL, acl)
         elif own is not None:
             os.removexattr(descriptor, _ACL)
-    except OSError:  # with an ACL these bits were not the group's, but the most that it gives
+    except OSError:
+        # The ACL could not be copied. The group bits of a file with an ACL are the ACL's mask, which may allow more
+        # than the group's own entry (acl(5)).
         mode &= ~stat.S_IRWXG
     try:
         os.fchmod(descriptor, mode)
     except OSError as error:
-        # The file then has those that it was made with, which are its owner's alone.
+        # The file then keeps the mode 0600 that it was created with.
         if error.errno not in _NO_PERMISSIONS:
             raise
 

@@ -1,4 +1,4 @@
-"""From arrays and files to requests: the one way that every product's bytes take into the core."""
+"""Requests: every transfer of arrays to and from files is submitted to the core by this module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from tensorferry.base.checks import (
     checked_offset,
     checked_path,
 )
-from tensorferry.errors import StorageError, first_of, memory_moved
+from tensorferry.errors import StorageError, first_error, memory_moved
 from tensorferry.transfer.arrays import (
     AnyMemory,
     Location,
+    has_moved,
     memory_of,
-    moved,
 )
+from tensorferry.transfer.checksums import claim
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.runtime import AnyScheduler, scheduler_of, with_descriptors
 
@@ -38,11 +39,12 @@ _Array = TypeVar("_Array")
 def open_for_transfer(
     path: Path | int, write: bool, direct: str, name: str = "path", *, replaced: bool = False
 ) -> _core.File:
-    """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's.
+    """Open a file for one request, which closes it.
 
-    It is for one request, which closes it.
+    For a write, the file at a path is created if it is missing. The file of a descriptor is opened again, and the
+    descriptor remains the caller's.
 
-    ``replaced`` says that what one request writes to a path is all that the file is to hold.
+    ``replaced`` is True when the bytes of this request are to be the file's whole content.
     """
     if isinstance(path, int):
         descriptor = checked_descriptor(path, name)
@@ -68,16 +70,17 @@ def transfer(
     checksums: Checksums | None = None,
     name: str = "path",
 ) -> None:
-    """Move one array, or several that follow each other, and return when it is done.
+    """Move one array, or several consecutive ones, and return when the transfer is complete.
 
-    ``truncate`` cuts the file behind what was written; ``replaced`` does where it is a file, and no device.
+    ``truncate`` truncates the file after the last byte written. ``replaced`` truncates a regular file in the same way,
+    but leaves a device alone.
 
-    If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
-    have begun are done.
+    If the caller is interrupted, the blocks that have not started are cancelled. The array stays referenced until the
+    blocks that have started are complete.
     """
-    address, segments, location = _told_of(memory)
+    address, segments, location = _core_arguments(memory)
     nbytes, how = memory[1], (write, truncate, sync)
-    sums = None if checksums is None else checksums._use(nbytes, write=write)
+    sums = None if checksums is None else claim(checksums, nbytes, write=write)
 
     def run(file: _core.File, opened: bool) -> _core.Request | None:
         return scheduler.run(
@@ -97,7 +100,7 @@ def transfer(
             )
     except BaseException:
         if checksums is not None and sums is not None:
-            checksums._give_back(sums)
+            checksums._release(sums)
         raise
     failure = None if request is None else request.exception()
     if failure := failure or _failure_of_memory(memory, target, offset):
@@ -105,7 +108,10 @@ def transfer(
 
 
 def set_size(scheduler: AnyScheduler, file: _core.File, nbytes: int) -> None:
-    """Set an open file's size in its turn among writes: it cuts off what was submitted before, and nothing else."""
+    """Set an open file's size, in order with its writes.
+
+    The bytes of writes that were submitted earlier are cut off beyond the size; those of later writes are not.
+    """
     transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)
 
 
@@ -123,9 +129,9 @@ def start(
     checksums: Checksums | None = None,
     name: str = "path",
 ) -> Future[_Array]:
-    """Begin to move one array, or several that follow each other."""
+    """Start to move one array, or several consecutive ones, and return a future for the transfer."""
     scheduler.check_usable()
-    sums = None if checksums is None else checksums._use(memory[1], write=write)
+    sums = None if checksums is None else claim(checksums, memory[1], write=write)
     future = Future(array, memory)
     opened = not isinstance(target, _core.File)
 
@@ -144,7 +150,7 @@ def start(
         request = with_descriptors(scheduler, submit, opens=opened)
     except BaseException:
         if checksums is not None and sums is not None:
-            checksums._give_back(sums)
+            checksums._release(sums)
         raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
     future._is_about(write, _text_of(target), offset, memory[1])
@@ -160,8 +166,11 @@ def submit_one(
     owner: object,
     sums: _core.Checksums | None = None,
 ) -> None:
-    """Give a request its one transfer, or raise what is against it. The core keeps the owner of the memory."""
-    address, segments, location = _told_of(memory)
+    """Submit the only transfer of a request, and raise the error if the core refuses it.
+
+    The core holds a reference to ``owner``, which owns the memory, until the transfer ends.
+    """
+    address, segments, location = _core_arguments(memory)
     locations = None if location is None else [location]
     for _, refusal in scheduler.submit(
         *(request, [file], [address], [memory[1]], [offset], [0], owner, locations),
@@ -171,10 +180,14 @@ def submit_one(
         raise refusal
 
 
-def write_apart(
+def write_segments(
     parts: Sequence[tuple[AnyScheduler, _core.File, _core.Segments, int]], *, sync: bool
 ) -> None:
-    """Write what is no gap of segments, each to its place from an offset of an open file on; return when it is done."""
+    """Write segments with gaps between them into open files, and return when all are written.
+
+    Each part is (scheduler, file, segments, offset): a segment's position in the file is counted from ``offset``, and
+    the gaps keep their bytes in the file.
+    """
     requests: list[_core.Request] = []
     try:
         for scheduler, file, segments, offset in parts:
@@ -199,17 +212,21 @@ def write_apart(
         for request in requests:
             request.cancel()
             request.seal()
-        if isinstance(error, Exception):  # not for Ctrl-C: the rows stay referenced until the end
+        # KeyboardInterrupt is raised without waiting: the request holds references to the rows until it ends.
+        if isinstance(error, Exception):
             for request in requests:
                 request.wait(None)
         raise
     failures = [failure for request in requests for _, failure in request.failures()]
     if failures:
-        raise first_of(failures, "of this call")
+        raise first_error(failures, "of this call")
 
 
-def _told_of(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | None]:
-    """Return what the core is told of memory: an address and its location, or segments, which have their own."""
+def _core_arguments(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | None]:
+    """Return (address, segments, location), the form in which the core expects memory.
+
+    One array has an address and a location. Segments carry their own addresses and locations.
+    """
     given, _, _, location = memory
     return (given, None, location) if isinstance(given, int) else (0, given, None)
 
@@ -217,8 +234,8 @@ def _told_of(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | 
 def _failure_of_memory(
     memory: AnyMemory, target: Path | int | _core.File, offset: int
 ) -> StorageError | None:
-    """Return what is wrong where an array has not kept its memory until the end of its transfer."""
-    if not moved(memory):
+    """Return an error if the array's memory was released or resized before its transfer ended, else None."""
+    if not has_moved(memory):
         return None
     return memory_moved(_text_of(target), offset, memory[1])
 
@@ -239,9 +256,10 @@ def transfer_many(
     sync: bool = False,
     background: bool = False,
 ) -> None:
-    """Move many arrays with all of them outstanding at once, and return when all are done.
+    """Move many arrays, all outstanding at the same time, and return when all transfers are complete.
 
-    Everything is checked before the first byte moves. ``truncate`` as for :func:`tensorferry.write_many`.
+    Every item is checked before the first byte moves. ``truncate`` has the meaning that it has for
+    :func:`tensorferry.write_many`.
     """
     items = checked_items(items)
 
@@ -255,19 +273,22 @@ def transfer_many(
         offset = checked_offset(item[2], nbytes, name) if len(item) == 3 else 0
         return item[0], address, nbytes, offset, owner, location
 
-    # Where an item is plainly usable, the core sees it; the rule is `check`.
+    # The core checks the common kinds of items in C++ and calls `check` for all others. `check` defines which items are
+    # valid.
     batch = _Batch(*_core.collect(items, not write, check))
     for at, path in enumerate(batch.paths):
         if isinstance(path, int):
             checked_descriptor(path, f"items[{at}]")
         elif type(path) is not str or not path.isascii() or "\0" in path:
             batch.paths[at] = checked_path(path, f"items[{at}]")
-    files = _files_of(batch.paths) if write else {}
-    replaced = _replaced(batch.paths, items, files) if truncate is None else frozenset()
-    call = _Call(scheduler, batch, files, write, direct, bool(truncate), replaced, sync, background)
+    files = _file_identities(batch.paths) if write else {}
+    replaced = _replaced_paths(batch.paths, items, files) if truncate is None else frozenset()
+    call = _BatchTransfer(
+        scheduler, batch, files, write, direct, bool(truncate), replaced, sync, background
+    )
     failures = call.run()
     if failures:
-        raise first_of([failure for _, failure in failures], "of this call")
+        raise first_error([failure for _, failure in failures], "of this call")
     index = _core.first_moved(batch.addresses, batch.nbytes, batch.owners)
     if index is not None:
         path = _text_of(batch.paths[index])
@@ -275,20 +296,20 @@ def transfer_many(
 
 
 def checked_items(items: Iterable[Any]) -> Sequence[Any]:
-    """Return the items of one call; what can be gone through only once is gone through."""
+    """Return the items of one call as a sequence; an iterator is consumed into a list."""
     if isinstance(items, (list, tuple)):
         return items
     if not hasattr(items, "__iter__"):
         raise TypeError(
-            f"items: {type(items).__name__} is no iterable of (path, array) or (path, array, offset)"
+            f"items: expected an iterable of (path, array) or (path, array, offset), got {type(items).__name__}"
         )
     return list(items)
 
 
-def _replaced(
+def _replaced_paths(
     paths: Sequence[Path], items: Sequence[tuple[Any, ...]], files: dict[Path, object]
 ) -> AbstractSet[Path]:
-    """Return the paths that come without an offset: what the call writes to them is all that they are to hold."""
+    """Return the paths that are given without an offset: the call replaces the whole content of these files."""
     first_of_file: dict[object, int] = {}
     whole = [index for index, item in enumerate(items) if len(item) == 2]
     for index in whole:
@@ -296,23 +317,27 @@ def _replaced(
         first = first_of_file.setdefault(files.get(path, path), index)
         if first != index:
             raise ValueError(
-                f"items[{index}]: {_text_of(path)!r} is written as a whole by items[{first}] already; "
-                "pieces of one file have offsets"
+                f"items[{index}]: {_text_of(path)!r} is already replaced by items[{first}]; "
+                "give an offset for each piece of one file"
             )
     return {paths[index] for index in whole}
 
 
-def _files_of(paths: Sequence[Path]) -> dict[Path, object]:
-    """Return for each name what is the same for all names of its file; nothing where there is but one name."""
+def _file_identities(paths: Sequence[Path]) -> dict[Path, object]:
+    """Return an identity of the file of each path, equal for all paths of the same file; empty for a single path."""
     known = set(paths)
     if len(known) < 2:
         return {}
     directories: dict[str, str] = {}
-    return {path: _file_of(path, directories) for path in known}
+    return {path: _file_identity(path, directories) for path in known}
 
 
-def _file_of(path: Path, directories: dict[str, str]) -> object:
-    """Return what is the same for all names of a file, also of one that is not there yet."""
+def _file_identity(path: Path, directories: dict[str, str]) -> object:
+    """Return an identity that is equal for all paths of one file, even if the file does not exist yet.
+
+    It is (device, inode) of an existing file, the device number of a block device, and otherwise the path with its
+    symbolic links resolved.
+    """
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:
@@ -323,15 +348,16 @@ def _file_of(path: Path, directories: dict[str, str]) -> object:
         if directory not in directories:
             directories[directory] = os.path.realpath(directory)
         return f"{directories[directory]}/{name}"
-    if stat.S_ISBLK(status.st_mode):  # which may have several nodes
+    if stat.S_ISBLK(status.st_mode):  # several device nodes (inodes) may name the same device
         return status.st_rdev
     return status.st_dev, status.st_ino
 
 
 class _Batch(NamedTuple):
-    """Lists side by side: thousands of tuples would keep the garbage collector busy.
+    """The items of one call as parallel lists, one list for each field.
 
-    Where all is in host memory there is no list of locations.
+    A tuple for each of thousands of items would make the garbage collector run often. ``locations`` is None when all
+    memory is host memory.
     """
 
     paths: list[Path]
@@ -342,12 +368,12 @@ class _Batch(NamedTuple):
     locations: list[Location | None] | None
 
     def part(self, begin: int, end: int) -> _Batch:
-        return self._with(lambda column: column[begin:end])
+        return self._map_columns(lambda column: column[begin:end])
 
-    def ordered(self, order: Sequence[int]) -> _Batch:
-        return self._with(lambda column: [column[at] for at in order])
+    def select(self, order: Sequence[int]) -> _Batch:
+        return self._map_columns(lambda column: [column[at] for at in order])
 
-    def _with(self, chosen: Callable[[list[Any]], list[Any]]) -> _Batch:
+    def _map_columns(self, chosen: Callable[[list[Any]], list[Any]]) -> _Batch:
         return _Batch(
             chosen(self.paths),
             chosen(self.addresses),
@@ -360,12 +386,12 @@ class _Batch(NamedTuple):
 
 _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
 
-# Items in one submission: the first blocks fly while the next items are opened.
+# Items in one submission. The drive works on the blocks of one submission while the files of the next are opened.
 _CHUNK = 256
 
 
-class _Call:
-    """One call for many items: a request, or one for each of the schedulers that serve their files."""
+class _BatchTransfer:
+    """The transfers of one `transfer_many` call: one request for each scheduler that serves some of the files."""
 
     def __init__(
         self,
@@ -384,23 +410,27 @@ class _Call:
         self._truncate = truncate
         self._replaced = replaced
         self._direct = direct
-        self._how = write, truncate, sync, True, background
-        # What is of one file follows each other, so that it is opened, cut and synced once, and neighbours are joined.
+        self._request_flags = write, truncate, sync, True, background
+        # The items of one file are made consecutive: the file is opened, truncated and synced once, and adjacent
+        # ranges are merged into larger blocks.
         self._files = files
         self._order = _order_of(batch, files, write)
-        self._batch = batch if isinstance(self._order, range) else batch.ordered(self._order)
-        # One for all: what is of one file must be of one request, which cuts it.
+        self._batch = batch if isinstance(self._order, range) else batch.select(self._order)
+        # All items of one file must be in one request, because the request truncates the file, and a request belongs to
+        # one scheduler. A scheduler depends on the location of the memory, so one location selects it for all items:
+        # that of the first item if all are on the same device, else None.
         locations = batch.locations or [None]
         devices = {None if location is None else location[0] for location in locations}
         self._location = locations[0] if len(devices) == 1 else None
         self._requests: dict[_core.Scheduler, _core.Request] = {}
-        # What was refused before it could be submitted, by position.
+        # Errors of items that were refused before they could be submitted, by position in the batch.
         self._refused: dict[int, StorageError] = {}
-        # The file of which a part has been submitted.
-        self._begun: tuple[Path, _core.File | StorageError] | None = None
+        # If the end of a submission separates the items of a file: that file's path, and its open file or error. The
+        # next submission reuses it.
+        self._continued_file: tuple[Path, _core.File | StorageError] | None = None
 
     def run(self) -> list[tuple[int, StorageError]]:
-        """Move everything; return what failed, with its position, in order."""
+        """Move all items; return the position and error of each one that failed, in the caller's order."""
         requests = self._requests
         try:
             begin = 0
@@ -416,7 +446,7 @@ class _Call:
             for request in requests.values():
                 request.cancel()
                 request.seal()
-            # Not for Ctrl-C: the arrays stay referenced until the end.
+            # KeyboardInterrupt is raised without waiting: the requests hold references to the arrays until they end.
             if isinstance(error, Exception):
                 for request in requests.values():
                     request.wait(None)
@@ -430,34 +460,39 @@ class _Call:
     def _end_of_chunk(self, begin: int) -> int:
         paths = self._batch.paths
         end = min(begin + _CHUNK, len(paths))
-        # What is cut gets into line with all that is written to it, or another one's write would come in between.
-        # All of it: what goes by another name of the file would else be cut off, or come after the cut.
+        # A file that is truncated must have all its items in one submission, or a write of another caller could come
+        # between them. This includes items that name the same file by another path: otherwise the truncation could
+        # remove their bytes, or they could be written after it.
         if self._truncate or self._replaced:
-            while end < len(paths) and self._file_of(end) == self._file_of(end - 1):
+            while end < len(paths) and self._identity_at(end) == self._identity_at(end - 1):
                 end += 1
         return end
 
-    def _file_of(self, at: int) -> object:
+    def _identity_at(self, at: int) -> object:
         path = self._batch.paths[at]
         return self._files.get(path, path)
 
     def _submit(self, begin: int, end: int) -> None:
-        """Submit some of the items, or halves of them where descriptors are short."""
+        """Submit the items from ``begin`` to ``end``, in halves if the process is short of descriptors."""
         self._scheduler.check_usable()
         while begin < end:
             try:
-                begin += with_descriptors(self._scheduler, lambda: self._submit_once(begin, end))  # noqa: B023
+                begin += with_descriptors(
+                    self._scheduler,
+                    lambda: self._submit_for_one_scheduler(begin, end),  # noqa: B023
+                )
                 continue
             except OSError as error:
                 if error.errno not in _DESCRIPTOR_ERRORS or end - begin == 1:
                     raise
-            # Out here the exception is gone, and with it the frame that held the files opened so far.
+            # The retry is outside of the `except` block: the exception's traceback keeps alive the frame that holds
+            # the files opened so far, and they are closed only when the exception is gone.
             half = (end - begin) // 2
             self._submit(begin, begin + half)
             begin += half
 
-    def _submit_once(self, begin: int, end: int) -> int:
-        """Submit items of one scheduler as one; return how many have been dealt with."""
+    def _submit_for_one_scheduler(self, begin: int, end: int) -> int:
+        """Submit the leading items that one scheduler serves, and return how many were submitted or refused."""
         paths = self._batch.paths
         opened: dict[Path, _core.File | StorageError] = {}
         scheduler: _core.Scheduler | None = None
@@ -473,13 +508,16 @@ class _Call:
                     break
                 scheduler = serving
             opened[path] = file
-        # Of a file with items on both sides of the end all space is reserved at once.
+        # If the end separates the items of one file, reserve the space of all its items now, before the first of them
+        # is written: to extend a file, the kernel waits for the writes to it that are in flight (ext4, XFS).
         paths = self._batch.paths
         is_cut = end < len(paths) and paths[end] == paths[end - 1]
         continued = paths[end] if is_cut else None
-        begins = continued is not None and (self._begun is None or self._begun[0] != continued)
+        begins = continued is not None and (
+            self._continued_file is None or self._continued_file[0] != continued
+        )
         if continued is not None and begins and self._write:
-            opened[continued] = self._reserved(continued, opened[continued], begin)
+            opened[continued] = self._reserve(continued, opened[continued], begin)
         positions, files = [], []
         for at in range(begin, end):
             file = opened[paths[at]]
@@ -488,15 +526,15 @@ class _Call:
                 files.append(file)
             else:
                 self._refused[at] = copy.copy(file)
-        begun = None if continued is None else (continued, opened[continued])
+        continued_file = None if continued is None else (continued, opened[continued])
         if scheduler is None or not positions:
-            self._begun = begun
+            self._continued_file = continued_file
             return end - begin
         request = self._requests.get(scheduler)
         if request is None:
-            request = self._requests[scheduler] = scheduler.new_request(*self._how)
+            request = self._requests[scheduler] = scheduler.new_request(*self._request_flags)
         complete = len(positions) == end - begin
-        part = self._batch.part(begin, end) if complete else self._batch.ordered(positions)
+        part = self._batch.part(begin, end) if complete else self._batch.select(positions)
         refused = scheduler.submit(
             request,
             files,
@@ -508,14 +546,14 @@ class _Call:
             part.locations,
             [path != continued for path in part.paths],
         )
-        self._begun = begun
+        self._continued_file = continued_file
         self._refused.update(refused)
         return end - begin
 
     def _open(self, path: Path) -> _core.File | StorageError:
-        """Return the file of a path, or why it cannot be opened."""
-        if self._begun is not None and self._begun[0] == path:
-            return self._begun[1]
+        """Return the open file of a path, or the error that opening it raised."""
+        if self._continued_file is not None and self._continued_file[0] == path:
+            return self._continued_file[1]
         try:
             return open_for_transfer(
                 path, self._write, self._direct, replaced=path in self._replaced
@@ -525,10 +563,10 @@ class _Call:
                 raise
             return error.with_traceback(None)
 
-    def _reserved(
+    def _reserve(
         self, path: Path, file: _core.File | StorageError, begin: int
     ) -> _core.File | StorageError:
-        """Return a file with space for all items of its path, or why it has not."""
+        """Reserve space for all items of a path; return the file, or the error that reserving raised."""
         if isinstance(file, StorageError):
             return file
         batch = self._batch
@@ -541,9 +579,9 @@ class _Call:
 
 
 def _order_of(batch: _Batch, files: dict[Path, object], write: bool) -> Sequence[int]:
-    """Return an order of items in which those of one file follow each other, by offset.
+    """Return an order of items in which those of one file are consecutive and sorted by offset.
 
-    Where what is written overlaps they stay in their order.
+    If writes to a file overlap, its items keep the caller's order, because the bytes of the later item must remain.
     """
     positions: dict[object, list[int]] = {}
     for index, path in enumerate(batch.paths):

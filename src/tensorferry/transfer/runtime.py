@@ -1,4 +1,4 @@
-"""The schedulers of this process: made on demand, remade after fork, finished before the interpreter leaves."""
+"""The schedulers of this process: created on demand, again after fork(), and closed at interpreter exit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core
+from tensorferry.base.caller_warnings import warn
 from tensorferry.base.processes import in_forked_children
-from tensorferry.base.warned import warn
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
 from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
@@ -21,37 +21,40 @@ from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensorferry.transfer.profiled import SeveralSchedulers
+    from tensorferry.transfer.profile_schedulers import SchedulerGroup
     from tensorferry.transfer.settings import Settings
 
-# Settings given: a scheduler. None given: it may be several that look like one.
-AnyScheduler: TypeAlias = "_core.Scheduler | SeveralSchedulers"
+# Explicit settings make one scheduler. With stored profiles the default scheduler is a group: several schedulers behind
+# the interface of one.
+AnyScheduler: TypeAlias = "_core.Scheduler | SchedulerGroup"
 
-# Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
+# The block size of large requests, unless the caller chose one. Blocks of this size halve the processor time, compared
+# with the default size, and are faster on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
 
-# After so long without any progress whoever closes something gives up.
+# close() stops waiting after this time without any progress.
 CLOSE_PATIENCE_SECONDS = 60.0
 
-# Looks after its transfers' progress, when something is closed.
-_SLICE_SECONDS = 1.0
+# While closing, the interval between two checks for progress.
+_STEP_SECONDS = 1.0
 
-# As many files as requests may always have open. Who lacks descriptors looks again after a moment, so many times at
-# most, and no more when nothing has moved for so long.
-_FEW_FILES = 64
-_MOMENT_SECONDS = 0.05
-_QUIET_SECONDS = 5.0
+# Requests may always have _MIN_REQUEST_FILES files open. At a descriptor limit a call checks every _POLL_SECONDS
+# whether files have been closed, at most _MAX_WAITS times, and stops when no byte has moved for _NO_PROGRESS_SECONDS.
+_MIN_REQUEST_FILES = 64
+_POLL_SECONDS = 0.05
+_NO_PROGRESS_SECONDS = 5.0
 _MAX_WAITS = 1024
 
 _Result = TypeVar("_Result")
 
+# All schedulers that exist. The exit handler closes them.
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
 _lock = threading.Lock()
 _default: AnyScheduler | None = None
 
 
 def engines() -> dict[str, str | None]:
-    """Return the engines in order of preference, each with None where it works here, else why not and what helps."""
+    """Return the engines in order of preference, each with None if it works here, else the reason and the remedy."""
     return dict(_core.probe_engines())
 
 
@@ -62,19 +65,19 @@ def make_scheduler(
     worker_count: int,
     single_submit: bool,
 ) -> _core.Scheduler:
-    """Start workers with the engine asked for: by argument, by TENSORFERRY_ENGINE, else the first that works.
+    """Start a scheduler's workers with ``engine``, else with TENSORFERRY_ENGINE, else with the first that works.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or the engine's name is not known.
+        An argument is out of range, or the engine's name is unknown.
     EngineUnavailableError
-        The engine cannot be had here.
+        The engine does not work on this machine.
     """
     if engine is None:
         engine = os.environ.get("TENSORFERRY_ENGINE") or ""
     if engine and engine not in _core.engine_names():
-        raise ValueError(f"engine: {engine!r} is none of {', '.join(_core.engine_names())}")
+        raise ValueError(f"engine: {engine!r} is not one of {', '.join(_core.engine_names())}")
     return start_scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
 
 
@@ -85,7 +88,7 @@ def start_scheduler(
     worker_count: int,
     single_submit: bool,
 ) -> _core.Scheduler:
-    """Start workers with an engine by the core's name for it, or with the first that works if that is empty."""
+    """Start a scheduler's workers with an engine of the core; an empty name selects the first that works."""
     large = _LARGE_BLOCK_NBYTES if block_nbytes == DEFAULT_BLOCK_NBYTES else block_nbytes
     scheduler = _core.Scheduler(
         engine, block_nbytes, large, queue_depth, worker_count, single_submit
@@ -95,7 +98,7 @@ def start_scheduler(
 
 
 def scheduler_with(settings: Settings) -> _core.Scheduler:
-    """Do as :func:`make_scheduler` with settings that a profile keeps or a sweep tries."""
+    """Call :func:`make_scheduler` with the settings of a profile or a sweep."""
     return make_scheduler(
         settings.engine,
         settings.block_size,
@@ -106,26 +109,27 @@ def scheduler_with(settings: Settings) -> _core.Scheduler:
 
 
 def automatic_scheduler() -> AnyScheduler:
-    """Return a new scheduler for callers who gave no setting: the defaults, and profiles where some are kept."""
+    """Return a new scheduler with default settings, and with the stored profiles if there are any."""
     scheduler = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
     path = profiles_path()
-    # An engine set in the environment is an explicit setting.
+    # An engine set in the environment is an explicit setting, which disables profiles.
     if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
         return scheduler
-    from tensorferry.transfer.profiled import with_profiles
+    from tensorferry.transfer.profile_schedulers import with_profiles
 
     return with_profiles(scheduler, path, scheduler_with)
 
 
 def profiles_path() -> str | None:
-    """Return where ``tensorferry tune`` keeps what it found; None where profiles are switched off.
+    """Return the path of the file in which ``tensorferry tune`` stores profiles, or None if profiles are disabled.
 
-    The environment variable TENSORFERRY_PROFILES names the file, or is "0"; else it is in the configuration folder.
+    The environment variable TENSORFERRY_PROFILES is the path, or "0" to disable profiles. By default the file is in
+    the user's configuration folder.
     """
     chosen = os.environ.get("TENSORFERRY_PROFILES")
     if chosen:
         return None if chosen == "0" else chosen
-    # pathlib alone would take a third of the time of `import tensorferry`.
+    # os.path, because importing pathlib would account for a third of the time of `import tensorferry`.
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
     return f"{folder}/tensorferry/profiles.json"
 
@@ -136,21 +140,24 @@ def scheduler_of(
     write: bool,
     location: tuple[int, int] | None = None,
 ) -> _core.Scheduler:
-    """Return the one that serves a transfer of a file; ``location`` is that of GPU memory."""
+    """Return the core scheduler that serves a transfer of a file.
+
+    ``location`` is that of the transfer's GPU memory, or None for host memory.
+    """
     if isinstance(scheduler, _core.Scheduler):
         return scheduler
     return scheduler.of(file, write, location)
 
 
 def schedulers_of(scheduler: AnyScheduler, file: _core.File) -> AnyScheduler:
-    """Return what serves all transfers of a file."""
+    """Return what serves all transfers of a file: one scheduler, or a group that selects among several."""
     if isinstance(scheduler, _core.Scheduler):
         return scheduler
     return scheduler.of_file(file)
 
 
 def default_scheduler() -> AnyScheduler:
-    """Return the scheduler behind the module's functions and files; a forked child gets its own."""
+    """Return the scheduler of the module's functions and of files without settings; a forked child has its own."""
     global _default
     scheduler = _default
     if scheduler is not None and scheduler.belongs_to_this_process():
@@ -164,12 +171,14 @@ def default_scheduler() -> AnyScheduler:
 def with_descriptors(
     scheduler: AnyScheduler, action: Callable[[], _Result], *, opens: bool = True
 ) -> _Result:
-    """Do what opens files, or may; at a descriptor limit, wait for requests to close those that they opened.
+    """Call ``action``, which opens files; at a descriptor limit, wait until requests have closed files and retry.
 
-    What surely ``opens`` a file leaves half of the process's descriptors to others, as long as waiting helps.
+    With ``opens``, the action is certain to open a file. This function then first waits while the process uses more
+    than half of its descriptors, which leaves the other half to the rest of the program. If waiting does not help, it
+    calls the action nevertheless.
     """
     if opens:
-        _leave_half_to_others(scheduler)
+        _wait_while_over_half(scheduler)
     waiting = None
     while True:
         try:
@@ -177,27 +186,34 @@ def with_descriptors(
         except StorageError as error:
             if error.errno not in (EMFILE, ENFILE) or (waiting and waiting.is_over):
                 raise
-        # Out here the exception is gone, and with it the files that the action had opened.
-        waiting = waiting or _WaitingForFiles(scheduler)
+        # The retry is outside of the `except` block: the exception's traceback keeps alive the files that the action
+        # had opened, and they are closed only when the exception is gone.
+        waiting = waiting or _DescriptorWait(scheduler)
         waiting.wait()
 
 
-def _leave_half_to_others(scheduler: AnyScheduler) -> None:
-    # The limit is looked up each time: a process may change it, and that costs less than opening a file.
+def _wait_while_over_half(scheduler: AnyScheduler) -> None:
+    # Query the limit each time: the process may change it, and the query costs less than opening a file.
     waiting = None
-    while _core.open_descriptors() > _FEW_FILES and _core.open_descriptors() > descriptor_limit():
-        waiting = waiting or _WaitingForFiles(scheduler)
-        # Files that users keep open are not closed by waiting.
-        if _core.files_of_requests()[0] <= _FEW_FILES or waiting.is_over:
+    while (
+        _core.open_descriptors() > _MIN_REQUEST_FILES
+        and _core.open_descriptors() > descriptor_limit()
+    ):
+        waiting = waiting or _DescriptorWait(scheduler)
+        # If requests have only a few files open, the others belong to the program, and waiting closes none of them.
+        if _core.files_of_requests()[0] <= _MIN_REQUEST_FILES or waiting.is_over:
             break
         waiting.wait()
 
 
-class _WaitingForFiles:
-    """Waits for files that were opened for one request each, until there is no sense in it.
+class _DescriptorWait:
+    """The state of a caller that waits, in several steps, for free descriptors.
 
-    That is where none of them is open, where nothing has moved for some seconds, or where others have been faster very
-    often. Other files are nothing to wait for: they stay open, whatever ends.
+    A descriptor becomes free when a request ends and closes the file that was opened for it.
+
+    ``is_over`` is True when further waiting would not help: no request has a file open, no byte has moved for
+    _NO_PROGRESS_SECONDS, or the caller has waited _MAX_WAITS times, because other callers took the freed descriptors.
+    Files that the program opened itself are not counted, because they stay open when transfers end.
     """
 
     def __init__(self, scheduler: AnyScheduler) -> None:
@@ -207,24 +223,24 @@ class _WaitingForFiles:
         self._quiet_seconds = 0.0
 
     def wait(self) -> None:
-        """Return when such a file has been closed, or after a moment."""
+        """Return when a request has closed its file, or after a short time."""
         count, before = _core.files_of_requests()
         moved = self._moved()
-        end = time.monotonic() + _MOMENT_SECONDS
+        end = time.monotonic() + _POLL_SECONDS
         while count and _core.files_of_requests()[1] == before:
             left = end - time.monotonic()
             if left <= 0:
                 break
             if self._scheduler.outstanding():
                 self._scheduler.wait_for_progress(left)
-            else:  # another one's
+            else:  # the open files belong to requests of another scheduler
                 time.sleep(0.001)
         quiet = _core.files_of_requests()[1] == before and self._moved() == moved
-        # Moments are counted, since the clock goes on while the process is stopped.
-        self._quiet_seconds = self._quiet_seconds + _MOMENT_SECONDS if quiet else 0.0
+        # Count intervals, not clock time, because the clock continues while the process is stopped.
+        self._quiet_seconds = self._quiet_seconds + _POLL_SECONDS if quiet else 0.0
         self._times += 1
         self.is_over = (
-            count == 0 or self._times >= _MAX_WAITS or self._quiet_seconds >= _QUIET_SECONDS
+            count == 0 or self._times >= _MAX_WAITS or self._quiet_seconds >= _NO_PROGRESS_SECONDS
         )
 
     def _moved(self) -> object:
@@ -233,27 +249,32 @@ class _WaitingForFiles:
 
 
 def descriptor_limit() -> int:
-    """Return how many descriptors of this process are ours: half of what it may have."""
+    """Return how many descriptors requests may use: half of the process's limit (RLIMIT_NOFILE)."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def close_scheduler(
     scheduler: AnyScheduler, *, patient: bool = True, interruptible: bool = False
 ) -> bool:
-    """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish.
+    """Wait for outstanding requests and end the workers; return whether all requests ended.
 
-    After an interruption nothing new is taken, and it is to be called again.
+    If the kernel does not complete some of them in time, emit a warning and return False. With ``interruptible``, a
+    KeyboardInterrupt ends the wait: the scheduler then accepts no new requests, and this function must be called again.
     """
     ended = scheduler.close(CLOSE_PATIENCE_SECONDS if patient else 0.0, interruptible)
     if not ended:
-        warn_of_left_behind("outstanding I/O")
+        warn_of_abandoned_io("outstanding I/O")
     return ended
 
 
-def patiently(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
-    """Take steps, of so many seconds each, until one returns True; False where the schedulers move nothing for long."""
-    # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
-    step_seconds = min(_SLICE_SECONDS, CLOSE_PATIENCE_SECONDS / 10)
+def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
+    """Call ``step(seconds)`` until it returns True; return False if the schedulers make no progress for 60 seconds.
+
+    The time without progress is CLOSE_PATIENCE_SECONDS.
+    """
+    # Count steps, not clock time, because the clock continues while the process is stopped (SIGSTOP, a frozen
+    # container).
+    step_seconds = min(_STEP_SECONDS, CLOSE_PATIENCE_SECONDS / 10)
     seen, left = None, 0.0
     while not step(step_seconds):
         moved = [_moved(scheduler) for scheduler in schedulers]
@@ -265,30 +286,30 @@ def patiently(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
 
 
 def _moved(scheduler: AnyScheduler) -> object:
-    """Return what changes as long as blocks end."""
+    """Return the counters that change whenever a block ends; equal values mean no progress."""
     counted = scheduler.stats()
     return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
 
 
-def warn_of_left_behind(what: str) -> None:
-    """Warn of I/O that closing gave up on. Its memory is kept for ever."""
+def warn_of_abandoned_io(what: str) -> None:
+    """Warn of I/O that close() has abandoned. Its memory is never released, because the kernel may still use it."""
     warn(
-        f"tensorferry: {what} made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was left behind; "
+        f"tensorferry: {what} made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was abandoned; "
         "data may be missing"
     )
 
 
-def _leave() -> None:
-    # All at once: where several drives hang, each has had its time when the first one has.
+def _close_at_exit() -> None:
+    # Close all schedulers concurrently: if several drives hang, the exit waits for the time limit only once.
     if not all(_core.close_together(list(_schedulers), CLOSE_PATIENCE_SECONDS)):
-        warn_of_left_behind("outstanding I/O")
-    futures.leave()
+        warn_of_abandoned_io("outstanding I/O")
+    futures.finish_at_exit()
 
 
 @in_forked_children
-def _forget_lock() -> None:
+def _replace_lock() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it at fork
+    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
 
 
-atexit.register(_leave)
+atexit.register(_close_at_exit)

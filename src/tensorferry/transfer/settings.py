@@ -1,4 +1,4 @@
-"""The settings of a handle as data: what a benchmark runs with, a sweep varies and a profile keeps."""
+"""The settings of a handle as a dataclass: a benchmark runs with them, a sweep varies them, a profile stores them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DE
 
 @dataclass(frozen=True)
 class Settings:
-    """A handle's settings under DeepNVMe's names: ``block_size`` in bytes, ``engine`` None for the first that works."""
+    """A handle's settings under DeepNVMe's names.
+
+    ``block_size`` is in bytes. With ``engine=None`` the first engine that works is used.
+    """
 
     block_size: int = DEFAULT_BLOCK_NBYTES
     queue_depth: int = DEFAULT_QUEUE_DEPTH
@@ -21,5 +24,8 @@ class Settings:
     engine: str | None = None
 
     def as_deepspeed(self) -> dict[str, Any]:
-        """Return DeepSpeed's ``aio`` section. Its booleans are real ones: DeepSpeed takes the text "false" for true."""
+        """Return the settings as the ``aio`` section of DeepSpeed's configuration, which has no engine.
+
+        The flags are JSON booleans, because DeepSpeed treats the string "false" as true.
+        """
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "engine"}

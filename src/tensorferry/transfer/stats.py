@@ -1,4 +1,4 @@
-"""What schedulers count, of several together."""
+"""Counters of several schedulers, added up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def summed_stats(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of several schedulers' counters. Percentiles, which cannot be added, are the highest of any."""
+    """Return the sums of several schedulers' counters.
+
+    Percentiles cannot be added: a percentile of the result is the highest value that a scheduler has for it.
+    """
     latencies = [counted["block_latency_microseconds"] for counted in every]
     return {
         "engine": ", ".join(dict.fromkeys(counted["engine"] for counted in every)),

@@ -1,4 +1,4 @@
-"""Streams: a file written in order from arrays that come one by one, with bounded memory in flight."""
+"""Streams: sequential writes of arrays to a file, one array at a time, with a bounded amount of memory in flight."""
 
 from __future__ import annotations
 
@@ -9,45 +9,53 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base.checks import MAX_FILE_NBYTES, one_of
-from tensorferry.base.reprs import once_made
+from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import memory_moved
 from tensorferry.transfer import runtime
-from tensorferry.transfer.arrays import collect_segments, is_several, moved
-from tensorferry.transfer.runtime import patiently, warn_of_left_behind, with_descriptors
+from tensorferry.transfer.arrays import collect_segments, has_moved, is_iterable_of_arrays
+from tensorferry.transfer.checksums import checked
+from tensorferry.transfer.runtime import (
+    wait_while_progressing,
+    warn_of_abandoned_io,
+    with_descriptors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tensorferry.transfer.checksums import Checksums
 
-# Still to be copied when append() returns, at most. The core has that to do while Python's interpreter is busy.
+# append() returns with at most this many bytes still to be copied: the core copies them while Python prepares the next
+# array.
 MAX_UNCOPIED_NBYTES = 8 << 20
 
-# What kinds of fields are for the core, and how it makes one number of CRC-32s: c10::hash_combine.
+# The core's name of each kind of field, and the constants with which it folds CRC-32s into one number: the seed and
+# the two shifts of c10::hash_combine.
 _KINDS = {"segment": "segment", "own": "own", "torch_id": "folded"}
 _TORCH_FOLD = (0x9E3779B9, 6, 2)
 
-# Arrays handed to the core at a time.
+# The largest number of arrays that one call of the core appends; and, for an iterator, which may create the arrays on
+# demand, the number of bytes after which no further array is added to the call.
 _PORTION_COUNT, _PORTION_NBYTES = 1024, 4 << 20
 
 
 class Field(NamedTuple):
-    """A number that is put into bytes of :meth:`Stream.append_made`, when all before them has been copied.
+    """A checksum field in the bytes of :meth:`Stream.append_with_fields`, filled in once earlier arrays are copied.
 
     Attributes
     ----------
     kind : str
-        "segment": the CRC-32 of an earlier segment; "own": that of some of these bytes, with the fields before this one
-        in their places; both are 32 bits, little-endian. "torch_id": 20 decimal digits, torch's hash of many CRC-32s
-        (``c10::hash_combine``, caffe2/serialize/inline_container.cc).
+        "segment": the CRC-32 of an earlier segment. "own": the CRC-32 of a range of these bytes, after the fields
+        before this one have been filled in. Both are 32-bit little-endian. "torch_id": torch's hash of many CRC-32s
+        as 20 decimal digits (``c10::hash_combine``, caffe2/serialize/inline_container.cc).
     position : int
-        Where in the bytes it is put.
+        The position of the field in the bytes.
     segment : int
-        The number of the segment, for the first kind. The first one of a stream is 0.
+        For "segment": the number of the segment. The first segment of a stream is 0.
     begin, nbytes : int
-        Which of the bytes, for the second kind.
+        For "own": the range of the bytes.
     crcs : sequence of int
-        For the third kind; negative ones are ``~number`` of the segment whose CRC-32 it is.
+        For "torch_id": the CRC-32s. A negative value ``~number`` stands for the CRC-32 of segment ``number``.
     """
 
     kind: str
@@ -59,16 +67,17 @@ class Field(NamedTuple):
 
 
 class Stream:
-    """Arrays that become a range of a file, one after the other; made by :meth:`tensorferry.File.stream`.
+    """A sequential writer of consecutive arrays to a file, made by :meth:`tensorferry.File.stream`.
 
-    What is appended is copied into a few buffers and let go of then, while others are written. A stream is used by one
-    thread at a time. Leaving a ``with`` block finishes it, or gives it up where an exception is on its way.
+    Appended arrays are copied into a few buffers and released, while earlier buffers are being written. Only one
+    thread at a time may use a stream. The end of a ``with`` block finishes the stream, or aborts it if the block raises
+    an exception.
 
     Notes
     -----
-    All streams of a process to one device take 56 MiB of buffers, and one more for each stream. On top come the arrays
-    that have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they
-    are kept in memory anyway.
+    All streams of a process to one device share 56 MiB of buffers, and each stream has one more buffer. In addition,
+    appended arrays stay referenced until they have been copied: :meth:`append` returns when 8 MiB or less remain to be
+    copied, unless the caller keeps the arrays anyway (``kept``).
     """
 
     def __init__(
@@ -94,44 +103,49 @@ class Stream:
                 scheduler, lambda: _core.Stream(scheduler, file, offset, *how), opens=False
             )
 
-        self._core = make(0, False) if checksums is None else checksums._of_stream(make)
+        self._core = (
+            make(0, False) if checksums is None else checked(checksums)._attach_stream(make)
+        )
         self._open = True
-        self._unheard = False  # an end has been begun, and nobody has waited for it
-        self._failure: Exception | None = None  # why it was given up
+        self._finish_pending = (
+            False  # begin_finish() has been called, and wait() has not yet returned
+        )
+        self._failure: Exception | None = None  # the reason for an abort
 
     @property
     def nbytes(self) -> int:
-        """How many bytes have been appended."""
+        """The number of bytes appended so far."""
         return self._core.nbytes
 
     @property
     def segment_count(self) -> int:
-        """How many arrays have been appended: the number that the next one will have."""
+        """The number of arrays appended so far, which is the segment number of the next one."""
         return self._core.segment_count
 
     def append(self, array: Any, *, kept: bool = False) -> None:
-        """Write an array behind what was appended before, or several, one after the other.
+        """Append an array, or several consecutive ones.
 
         Parameters
         ----------
         array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
-            As for :func:`tensorferry.write`; or any iterable of such. Of a generator each one is asked for when it is
-            needed. They must not change until they have been copied: see :meth:`wait_until_copied`.
+            As for :func:`tensorferry.write`, or any iterable of such arrays. A generator is advanced only when the
+            stream needs the next array. Do not change an array until it has been copied: see
+            :meth:`wait_until_copied`.
         kept : bool
-            Whether the arrays stay in memory anyway: then it does not wait for copies before it returns.
+            The caller keeps the arrays in memory anyway: do not wait for copies before returning.
 
         Raises
         ------
         ValueError, TypeError
-            An array is not usable; of several, some of those before it may have been appended. Or the stream has ended.
+            An array is invalid (of several, some that precede it may have been appended), or the stream has ended.
         StorageError
-            Something that was appended before could not be written, and nothing more will be.
+            Bytes appended earlier could not be written. The stream writes nothing more.
         """
         if not isinstance(array, (list, tuple, Iterator)):
             try:
                 segments = collect_segments([array], writable=False)
             except TypeError:
-                if not is_several(array):
+                if not is_iterable_of_arrays(array):
                     raise
             else:
                 self._append(segments, kept)
@@ -139,146 +153,167 @@ class Stream:
         for portion in _portions(array):
             self._append(collect_segments(portion, writable=False), kept)
 
-    def append_made(self, data: bytes, fields: Sequence[Field] = ()) -> None:
-        """Write bytes with checksums of what was appended before in them, as archives' headers and directories have.
+    def append_with_fields(self, data: bytes, fields: Sequence[Field] = ()) -> None:
+        """Append bytes that contain checksums of earlier segments, as the headers and directories of archives do.
 
         Raises
         ------
         ValueError
-            A field lies outside of ``data``, names a segment that is not before it, or the CRC-32s of segments were not
-            asked for.
+            A field is outside of ``data``, or refers to a segment that is not before it, or the stream does not compute
+            the CRC-32s of segments.
         """
-        self._check()
+        self._check_open()
         for field in fields:
             one_of(field.kind, "kind", _KINDS)
-        told = [(_KINDS[field.kind], *field[1:], _TORCH_FOLD) for field in fields]
-        self._core.append_made(self._scheduler, data, told)
+        core_fields = [(_KINDS[field.kind], *field[1:], _TORCH_FOLD) for field in fields]
+        self._core.append_with_fields(self._scheduler, data, core_fields)
         if len(data) > MAX_UNCOPIED_NBYTES:
             self._core.wait_for_copies(self._scheduler, MAX_UNCOPIED_NBYTES)
-        self._look()
+        self._collect()
+
+    def append_made(self, data: bytes, fields: Sequence[Field] = ()) -> None:
+        """Call :meth:`append_with_fields`, which had this name in 0.1; the next release removes it."""
+        warnings.warn(
+            "Stream.append_made is deprecated; use append_with_fields",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.append_with_fields(data, fields)
 
     def wait_until_copied(self) -> None:
-        """Return when nothing that was appended is needed any more: it may change, though it is not yet written.
+        """Return when all appended arrays have been copied into the stream's buffers. The caller may then change them.
 
         Raises
         ------
         StorageError
-            Something could not be written.
+            Some bytes could not be written.
         """
-        self._check()
+        self._check_open()
         self._core.wait_for_copies(self._scheduler, 0)
-        self._look()
+        self._collect()
 
     def finish(self, *, truncate: bool = False, sync: bool = False) -> int:
-        """Write what is left, and return how many bytes the stream has had.
+        """Write the remaining bytes, and return the number of bytes in the stream.
 
         Parameters
         ----------
         truncate : bool
-            End the file behind the last byte.
+            Truncate the file after the last byte.
         sync : bool
-            Return only when all would survive a power cut, as for :func:`tensorferry.write`.
+            Return only when data and size are durable, as for :func:`tensorferry.write`.
 
         Raises
         ------
         StorageError
-            Not everything was written.
+            Not all bytes could be written.
         """
-        self.begin_to_finish(truncate=truncate, sync=sync)
+        self.begin_finish(truncate=truncate, sync=sync)
         return self.wait()
+
+    def begin_finish(
+        self, *, truncate: bool = False, sync: bool = False, sync_names: bool = True
+    ) -> None:
+        """Start to finish the stream, as :meth:`finish` does, without waiting; then call :meth:`wait`.
+
+        With ``sync_names=False`` the caller makes the file's name durable.
+        """
+        self._check_open()
+        # Set before the call of the core: if a KeyboardInterrupt arrives between the two, __exit__ still waits.
+        self._finish_pending = True
+        self._core.end(self._scheduler, truncate, sync, sync_names)
+        self._open = False
 
     def begin_to_finish(
         self, *, truncate: bool = False, sync: bool = False, sync_names: bool = True
     ) -> None:
-        """Do as :meth:`finish`, but leave the waiting to :meth:`wait`.
-
-        Without ``sync_names`` the caller makes the file's name durable.
-        """
-        self._check()
-        self._unheard = True  # first: who leaves the block waits, wherever Ctrl-C comes
-        self._core.end(self._scheduler, truncate, sync, sync_names)
-        self._open = False
+        """Call :meth:`begin_finish`, which had this name in 0.1; the next release removes it."""
+        warnings.warn(
+            "Stream.begin_to_finish is deprecated; use begin_finish",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.begin_finish(truncate=truncate, sync=sync, sync_names=sync_names)
 
     def wait(self) -> int:
-        """Wait for the end that has been begun; return as :meth:`finish` does."""
+        """Wait for the completion of :meth:`begin_finish`, and return the number of bytes in the stream."""
         if self._open:
-            raise ValueError(f"nothing has begun to finish the stream to {self._path!r}")
+            raise ValueError(f"begin_finish() has not been called for the stream to {self._path!r}")
         if self._failure is not None:
             raise self._failure
         self._core.wait(None)
-        self._unheard = False
-        self._look()
+        self._finish_pending = False
+        self._collect()
         return self._core.nbytes
 
     def abort(self) -> None:
-        """Write nothing more that is not on its way yet, and let go of all arrays. The file has some of the bytes.
+        """Cancel all writes that have not started, and release all arrays. The file then has some of the bytes.
 
-        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays still in use stay referenced.
+        If no byte moves for 60 seconds, stop waiting and emit a ``RuntimeWarning``; arrays in use stay referenced.
         """
-        self._give_up(ValueError(f"the stream to {self._path!r} was given up"))
-        if not patiently(self._core.wait, self._scheduler):
-            warn_of_left_behind(f"what was being written to {self._path!r}")
+        self._abort_with(ValueError(f"the stream to {self._path!r} was aborted"))
+        if not wait_while_progressing(self._core.wait, self._scheduler):
+            warn_of_abandoned_io(f"the stream to {self._path!r}")
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if not self._open and not self._unheard:
+        if not self._open and not self._finish_pending:
             return
         try:
             if kind is None:
                 (self.finish if self._open else self.wait)()
                 return
-        except BaseException:  # Ctrl-C: the arrays are let go of all the same
+        except BaseException:  # also a KeyboardInterrupt: the arrays are released in any case
             self.abort()
             raise
         self.abort()
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
         state = "open" if self._open else "ended"
         where = f"{self._path!r} from offset {self._offset}"
         return f"<tensorferry.Stream to {where}: {self.nbytes} bytes appended, {state}>"
 
     def __del__(self) -> None:
-        unfinished = getattr(self, "_open", False) or getattr(self, "_unheard", False)
+        unfinished = getattr(self, "_open", False) or getattr(self, "_finish_pending", False)
         if unfinished and self._scheduler.belongs_to_this_process():
             warnings.warn(
-                f"a stream to {self._path!r} was never finished, and is given up",
+                f"the stream to {self._path!r} was never finished and is aborted",
                 ResourceWarning,
                 2,
                 self,
             )
 
     def _append(self, segments: _core.Segments, kept: bool) -> None:
-        self._check()
+        self._check_open()
         self._core.append(self._scheduler, segments)
         self._core.wait_for_copies(
             self._scheduler, MAX_FILE_NBYTES if kept else MAX_UNCOPIED_NBYTES
         )
-        self._look()
+        self._collect()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if not self._open:
             raise ValueError(f"the stream to {self._path!r} has ended")
 
-    def _look(self) -> None:
-        """Let go of what has been copied, and raise what went wrong."""
+    def _collect(self) -> None:
+        """Release the arrays that have been copied, and raise the stream's error if there is one."""
         for segments in self._core.take_copied():
-            if moved((segments, segments.nbytes, None, None)):
-                self._give_up(memory_moved(self._path, self._offset, segments.nbytes))
+            if has_moved((segments, segments.nbytes, None, None)):
+                self._abort_with(memory_moved(self._path, self._offset, segments.nbytes))
                 assert self._failure is not None
                 raise self._failure
         failure = self._core.exception()
         if failure is not None:
-            self._open = self._unheard = False
+            self._open = self._finish_pending = False
             raise failure
 
-    def _give_up(self, why: Exception) -> None:
-        self._open = self._unheard = False
+    def _abort_with(self, why: Exception) -> None:
+        self._open = self._finish_pending = False
         self._failure = self._failure or why
         if not self._core.abort(runtime.CLOSE_PATIENCE_SECONDS):
-            warn_of_left_behind(f"arrays on their way to {self._path!r}")
+            warn_of_abandoned_io(f"the copying of arrays for {self._path!r}")
 
 
 def _portions(arrays: Iterable[Any]) -> Iterator[list[Any]]:
@@ -291,7 +326,9 @@ def _portions(arrays: Iterable[Any]) -> Iterator[list[Any]]:
     for array in arrays:
         portion.append(array)
         nbytes += getattr(array, "nbytes", _PORTION_NBYTES)
-        del array  # only the portion keeps it, and only until it has been copied
+        del (
+            array
+        )  # otherwise the loop variable would keep the last array alive after it has been copied
         if nbytes >= _PORTION_NBYTES or len(portion) == _PORTION_COUNT:
             yield portion
             portion, nbytes = [], 0

@@ -1,1 +1,1 @@
-"""What a machine and its drives can do: report, benchmark, tune."""
+"""Reports on a machine, and benchmarks and tuning of its drives."""

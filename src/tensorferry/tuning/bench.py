@@ -1,7 +1,8 @@
-"""``tensorferry bench``: how fast files are written and read, by which way, and at what cost.
+"""The benchmark of ``tensorferry bench``: the throughput and the cost of writing and reading files.
 
-Processes with memory and a file each (``moving``) start each loop together. Contenders take turns in rounds, a loop of
-each in each; the first rounds warm up.
+Several processes, each with its own memory and file (module ``moving``), begin each loop at the same time. A loop is
+one transfer of the file. A method is a way to transfer it: tensorferry's handles or files, torch, plain Python, or fio.
+The methods are measured alternately: each round has one loop of every method. The first rounds warm up.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from tensorferry.tuning.rounds import Kind
 
-Files = dict[str, list[Path]]  # of one process, by operation; loops go through them in turn
+Files = dict[str, list[Path]]  # the files of one process by operation; the loops use them in turn
 
 _TASK = "tensorferry.tuning.moving:Task"
 _PYTHON, _FIO = "python", "fio"
@@ -40,12 +41,12 @@ _SECTOR_NBYTES = 4096
 
 
 class BenchError(Exception):
-    """The machine could not do the job; the message says why and what helps. Nothing is left behind."""
+    """The benchmark failed. The message has the reason and a remedy. All files and processes have been removed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process works: a folder, and the GPU that its memory is on, if any."""
+    """The folder of one process, and the number of its GPU, which counts only if the job uses GPUs."""
 
     folder: Path
     device: int
@@ -53,47 +54,47 @@ class Place:
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark does: sizes in bytes, a place for each process."""
+    """The parameters of a benchmark. There is one process for each place."""
 
     places: tuple[Place, ...]
     operations: tuple[str, ...] = ("write", "read")
     io_nbytes: int = 1 << 30
     engine: str = "aio_handle"
-    settings: dict[str, Any] = field(default_factory=dict)  # of aio_handle: those that were given
+    settings: dict[str, Any] = field(default_factory=dict)  # the explicit settings of aio_handle
     loops: int = 3
     warmup_loops: int = 1
     include_warmup_time: bool = False
     different_file_each_iteration: bool = False
     validate: bool = False
-    memory: str = "locked"  # or "gpu": CUDA tensors go to handles and files as they are
-    gpu: bool = False
+    memory: str = "locked"  # "gpu": CUDA tensors are passed to handles and files directly
+    gpu: bool = False  # transfer CUDA tensors; through host memory unless `memory` is "gpu"
     use_gds: bool = False
     compare: bool = False
     keep_files: bool = False
 
     @property
-    def way(self) -> str:
-        """What is measured: the engine, or the handle that takes its place."""
+    def method(self) -> str:
+        """The measured method of tensorferry or torch: gds_handle if ``use_gds`` is set, otherwise ``engine``."""
         return "gds_handle" if self.use_gds else self.engine
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
+        """Return a dict for JSON."""
         places = [{"folder": str(p.folder), "device": p.device} for p in self.places]
         return dataclasses.asdict(self) | {"places": places}
 
 
 def problems_of(job: Job) -> list[str]:
-    """Return what this machine lacks for a job, and what does not go together; a line for each, with the option."""
+    """Return the problems of a job: missing features of the machine, and conflicts. Each line begins with an option."""
     problems = []
     engine = job.settings.get("engine")
     if engine and (reason := tensorferry.engines()[engine]):
-        problems.append(f"--io-engine: {engine} cannot be had here: {reason}")
+        problems.append(f"--io-engine: {engine} is not available: {reason}")
     if job.engine == "torch_io" and importlib.util.find_spec("torch") is None:
         problems.append(f"--engine {job.engine}: {gpus.NO_TORCH}")
     if job.engine == "files":
         refused = {"intra_op_parallelism": "--io-parallel", "single_submit": "--single-submit"}
         problems += [
-            f"{option}: tensorferry.open() has no such setting"
+            f"{option}: is not valid with --engine files, because tensorferry.open() has no such setting"
             for name, option in refused.items()
             if name in job.settings
         ]
@@ -101,19 +102,19 @@ def problems_of(job: Job) -> list[str]:
         if not job.gpu:
             problems.append("--use-gds: needs --gpu")
         if job.engine != "aio_handle":
-            problems.append(
-                f"--use-gds: gds_handle takes the place of aio_handle, not of {job.engine}"
-            )
+            problems.append(f"--use-gds: gds_handle replaces aio_handle, not {job.engine}")
         if engine is not None:
-            problems.append("--io-engine: gds_handle has an engine of its own, cuFile")
-        if reason := gpus.why_no_gds():
+            problems.append(
+                "--io-engine: has no effect with --use-gds, which always uses cuFile (remedy: leave out one of them)"
+            )
+        if reason := gpus.gds_refusal():
             problems.append(f"--use-gds: {reason}")
-    if job.gpu and (reason := gpus.why_no_gpu()):
+    if job.gpu and (reason := gpus.gpu_refusal()):
         problems.append(f"--gpu: {reason}")
     elif job.gpu:
         count = gpus.device_count()
         problems += [
-            f"--gpu: there is no device {device}; torch finds {count}, counted from 0"
+            f"--gpu: device {device} does not exist; torch finds {count}, counted from 0"
             for device in sorted({place.device for place in job.places if place.device >= count})
         ]
     return problems
@@ -121,14 +122,14 @@ def problems_of(job: Job) -> list[str]:
 
 @dataclass
 class Results:
-    """All that a benchmark found: a comparison for writes, one for reads."""
+    """The results of a benchmark: a comparison for writes, and one for reads."""
 
     job: Job
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON; sizes in bytes, a GB is 10^9 of them."""
+        """Return a dict for JSON. A GB is 10^9 bytes."""
         folders = dict.fromkeys(place.folder for place in self.job.places)
         return {
             "tensorferry": tensorferry.__version__,
@@ -163,7 +164,7 @@ def _result(operation: str, row: Row, job: Job) -> dict[str, Any]:
 
 
 def summary(samples: list[Sample]) -> dict[str, Any]:
-    """Return the figures of some loops, of one process or of all together."""
+    """Return the figures of several loops, of one process or of all processes combined."""
     nbytes, seconds = sum(s.nbytes for s in samples), sum(s.seconds for s in samples)
     growths = [s.peak_growth_nbytes for s in samples if s.peak_growth_nbytes is not None]
     return {
@@ -179,26 +180,26 @@ def summary(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Results:
-    """Do a job and return what was measured. Its processes and files are gone afterwards, whatever happens.
+def run(job: Job, on_progress: Callable[[str, int, int], None] = lambda *_: None) -> Results:
+    """Run a benchmark. Its processes and files are removed in all cases.
 
     Raises
     ------
     BenchError
-        A folder is not writable, the disk is full, memory is short, a process was killed, a file is not what was
-        written, ...
+        For example, a folder is not writable, the disk is full, memory is insufficient, a process was killed, or a file
+        has other content than was written.
     """
     results = Results(job)
     try:
         _check_memory(job)
         for folder in dict.fromkeys(place.folder for place in job.places):
             if mount_of(folder)["type"] in IN_MEMORY:
-                results.notes.append(f"{folder} lies in memory: no read is cold there")
-        with _places_for_files(job) as files:
+                results.notes.append(f"{folder} is in memory, so its reads are never cold")
+        with _file_paths(job) as files:
             _check_space(job, files)
-            with closing([Worker(_TASK, job, *each) for each in enumerate(files)]) as crew:
+            with closing([Worker(_TASK, job, *each) for each in enumerate(files)]) as workers:
                 for operation in job.operations:
-                    _measure(results, crew, operation, files, told)
+                    _measure(results, workers, operation, files, on_progress)
     except (WorkerError, UnavailableError, OSError, LookupError) as error:
         raise BenchError(str(error)) from error
     return results
@@ -206,44 +207,46 @@ def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Re
 
 def _measure(
     results: Results,
-    crew: list[Worker],
+    workers: list[Worker],
     operation: str,
     files: list[Files],
-    told: Callable[[str, int, int], None],
+    on_progress: Callable[[str, int, int], None],
 ) -> None:
     job = results.job
-    # Ours comes first: fio gets its settings.
-    ways = [job.way, *([_PYTHON] if job.compare else [])]
-    told(f"{operation}: preparing", 0, 1)
-    for notes in call_all(crew, "begin", operation, ways):
+    # tensorferry's method comes first in the first round: it reports the settings that it uses, and fio gets these.
+    methods = [job.method, *([_PYTHON] if job.compare else [])]
+    on_progress(f"{operation}: preparing", 0, 1)
+    for notes in call_all(workers, "begin", operation, methods):
         results.notes += notes
-    used: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     failures: list[WorkerError] = []
 
-    def measured(way: str, loop: int) -> Sample:
+    def measure(method: str, loop: int) -> Sample:
         try:
-            call_all(crew, "prepare", way, operation, loop)
-            if way == _FIO:
-                return _by_fio(job, operation, files, loop, used)
-            moved = call_all(crew, "move", way)
+            call_all(workers, "prepare", method, operation, loop)
+            if method == _FIO:
+                return _measure_fio(job, operation, files, loop, settings)
+            moved = call_all(workers, "move", method)
         except WorkerError as error:
-            failures.append(error)  # of ours and of Python nothing is left out
+            failures.append(error)  # fio may be missing, but any other failure ends the benchmark
             raise
-        used.update(moved[0]["settings"])
-        return _together(job.io_nbytes, moved)
+        settings.update(moved[0]["settings"])
+        return _combine(job.io_nbytes, moved)
 
-    kinds: dict[str, Kind] = {job.way: "ours"}
+    kinds: dict[str, Kind] = {job.method: "ours"}
     if job.compare:
         kinds |= {_PYTHON: "peer", _FIO: "fio"}
-    contenders = [Contender(way, kind, partial(measured, way)) for way, kind in kinds.items()]
+    contenders = [
+        Contender(method, kind, partial(measure, method)) for method, kind in kinds.items()
+    ]
     rounds = job.warmup_loops + job.loops
-    comparison = take_turns(Comparison(operation, ""), contenders, rounds, told)
-    call_all(crew, "end")
+    comparison = take_turns(Comparison(operation, ""), contenders, rounds, on_progress)
+    call_all(workers, "end")
     if failures:
         raise failures[0]
     for row in comparison.rows:
         if row.failure is not None:
-            results.notes.append(f"not compared with {row.label}: {row.failure}")
+            results.notes.append(f"without a comparison with {row.label}: {row.failure}")
         if not job.include_warmup_time:
             del row.samples[: job.warmup_loops]
     results.comparisons.append(comparison)
@@ -252,8 +255,8 @@ def _measure(
             remove(path)
 
 
-def _together(nbytes: int, moved: list[dict[str, Any]]) -> Sample:
-    """Return what processes took together: from the first one's start to the last one's end."""
+def _combine(nbytes: int, moved: list[dict[str, Any]]) -> Sample:
+    """Combine the measurements of all processes. The time is from the first start to the last end."""
     costs = ("cpu_seconds", "peak_growth_nbytes")
     processes = [
         throughput(each["ended"] - each["started"], nbytes, *(each[cost] for cost in costs))
@@ -278,27 +281,32 @@ def _together(nbytes: int, moved: list[dict[str, Any]]) -> Sample:
         processes=processes,
         settings=moved[0]["settings"],
         gpu=together or None,
-        # Percentiles of the process that was slowest at each.
+        # For each percentile, the highest value of all processes.
         latency_microseconds={name: max(each[name] for each in latencies) for name in latencies[0]}
         if latencies
         else None,
     )
 
 
-def _by_fio(
-    job: Job, operation: str, files: list[Files], loop: int, used: dict[str, Any]
+def _measure_fio(
+    job: Job, operation: str, files: list[Files], loop: int, settings: dict[str, Any]
 ) -> Sample:
-    """Let fio move as much: the same blocks, as many in flight, the same engine, memory as good as can be had."""
+    """Measure fio with the same amount of data, block size, depth and engine as tensorferry's method.
+
+    fio gets buffers that are registered with io_uring and on huge pages, where the machine allows that.
+    """
     nbytes = job.io_nbytes // _SECTOR_NBYTES * _SECTOR_NBYTES
     if nbytes == 0:
-        raise UnavailableError(f"it moves no less than {_SECTOR_NBYTES} bytes past the page cache")
-    ours = dataclasses.asdict(Settings()) | used
+        raise UnavailableError(
+            f"with direct I/O, fio transfers at least {_SECTOR_NBYTES} bytes (remedy: a larger --io-size)"
+        )
+    ours = dataclasses.asdict(Settings()) | settings
     engine = ours["engine"] if ours["engine"] in ("io_uring", "libaio") else "libaio"
     depth = ours["queue_depth"] * ours["intra_op_parallelism"]
-    plain = fio.Config(engine, min(ours["block_size"], nbytes), depth)
-    needed = plain.memory_nbytes * len(files)
+    base = fio.Config(engine, min(ours["block_size"], nbytes), depth)
+    needed = base.memory_nbytes * len(files)
     config = dataclasses.replace(
-        plain,
+        base,
         registered=engine == "io_uring" and fio.may_register(needed),
         huge_pages=fio.free_huge_pages_nbytes() >= needed + len(files) * (2 << 20),
     )
@@ -311,12 +319,12 @@ def _by_fio(
         | {"latency_microseconds": sample.details["latency_microseconds"]}
         for sample in samples
     ]
-    return _together(nbytes, moved)
+    return _combine(nbytes, moved)
 
 
 @contextlib.contextmanager
-def _places_for_files(job: Job) -> Iterator[list[Files]]:
-    """Give each process's files by operation, and remove the new ones: always, or where they are kept, on failure."""
+def _file_paths(job: Job) -> Iterator[list[Files]]:
+    """Yield the files of each process. Remove new files afterwards; with ``keep_files``, only after an error."""
     with contextlib.ExitStack() as stack:
         folders = {place.folder: place.folder for place in job.places}
         if not job.keep_files:
@@ -327,8 +335,8 @@ def _places_for_files(job: Job) -> Iterator[list[Files]]:
             {o: [folders[place.folder] / n for n in _names(job, o, number)] for o in job.operations}
             for number, place in enumerate(job.places)
         ]
-        every = {path for each in files for some in each.values() for path in some}
-        new = [path for path in every if not path.exists()]
+        paths = {path for each in files for some in each.values() for path in some}
+        new = [path for path in paths if not path.exists()]
         try:
             yield files
         except BaseException:
@@ -338,7 +346,7 @@ def _places_for_files(job: Job) -> Iterator[list[Files]]:
 
 
 def _names(job: Job, operation: str, number: int) -> list[str]:
-    """Return the names that ds_io gives its files."""
+    """Return the file names that ds_io uses."""
     numbered = job.engine in ("aio_handle", "files") or job.different_file_each_iteration
     count = job.warmup_loops + job.loops if job.different_file_each_iteration else 1
     endings = [f"_{loop}" for loop in range(count)] if numbered else [""]
@@ -346,11 +354,11 @@ def _names(job: Job, operation: str, number: int) -> list[str]:
 
 
 def _check_space(job: Job, files: list[Files]) -> None:
-    """Refuse what cannot fit, before the first byte; quotas and others who write are noticed later."""
+    """Raise BenchError if the files do not fit on the disk. Quotas and other writers are noticed only later."""
     needed: Counter[int] = Counter()
     folders = {place.folder.stat().st_dev: place.folder for place in job.places}
     for place, each in zip(job.places, files, strict=True):
-        # One operation's files are gone before the next one's are made, unless they are kept.
+        # The files of one operation are removed before those of the next are created, unless they are kept.
         counts = [sum(not path.exists() for path in each[o]) for o in job.operations]
         count = sum(counts) if job.keep_files else max(counts)
         needed[place.folder.stat().st_dev] += count * job.io_nbytes
@@ -358,21 +366,22 @@ def _check_space(job: Job, files: list[Files]) -> None:
         free = shutil.disk_usage(folders[device]).free
         if nbytes > free:
             raise BenchError(
-                f"{folders[device]}: needs {_rounded(nbytes)}, but only {_rounded(free)} are free; "
-                "free some, or use a smaller --io-size"
+                f"{folders[device]}: needs {_format_gib(nbytes)}, but only {_format_gib(free)} are free "
+                "(remedy: free some space, or use a smaller --io-size)"
             )
 
 
 def _check_memory(job: Job) -> None:
     available = available_nbytes()
-    each = (2 if job.engine == "torch_io" else 1) * job.io_nbytes  # torch.load makes its own
+    # torch.load allocates a second tensor.
+    each = (2 if job.engine == "torch_io" else 1) * job.io_nbytes
     needed = each * len(job.places)
     if needed > available:
         raise BenchError(
-            f"needs {_rounded(needed)} of memory ({len(job.places)} x {format_nbytes(each)}), but only "
-            f"{_rounded(available)} are available; use a smaller --io-size or fewer processes"
+            f"needs {_format_gib(needed)} of memory ({len(job.places)} x {format_nbytes(each)}), but only "
+            f"{_format_gib(available)} are available (remedy: a smaller --io-size, or fewer processes)"
         )
 
 
-def _rounded(nbytes: int) -> str:
+def _format_gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f} GiB"

@@ -1,4 +1,7 @@
-"""The settings that a sweep tries: about a dozen, or those that a JSON file of ds_nvme_tune's form names."""
+"""The settings that a sweep tries: about a dozen, or those in a JSON file in ds_nvme_tune's format.
+
+A sweep measures a drive with each of these settings, to find the fastest ones.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 _KIB, _MIB = 1 << 10, 1 << 20
 _MAX_COMBINATIONS = 256
 _MAX_BLOCK_NBYTES = (1 << 31) - 1
-# Of one engine: blocks of all sizes, with as many in flight as keep a drive busy, and the default's shallower.
+# Block sizes and queue depths for one engine: blocks of other sizes than the default's 1 MiB, with enough of them in
+# flight to keep a drive busy; and blocks of 1 MiB with lower depths.
 _BLOCKS_AND_DEPTHS = (
     *((256 * _KIB, 64), (512 * _KIB, 32), (2 * _MIB, 16), (4 * _MIB, 8), (8 * _MIB, 4)),
     *((_MIB, 8), (_MIB, 32)),
@@ -29,17 +33,17 @@ _SWITCHES = ("single_submit", "sequential_requests")
 
 
 def default_settings() -> Settings:
-    """Return the settings of a handle that was given none, with the engine spelt out."""
+    """Return the settings of a handle without explicit settings, with the name of the engine."""
     return Settings(overlap_events=True, engine=available_engines()[0])
 
 
 def available_engines() -> tuple[str, ...]:
-    """Return the engines that work here, the preferred one first."""
+    """Return the engines that work on this machine, the preferred one first."""
     return tuple(name for name, refusal in engines().items() if refusal is None)
 
 
 def candidates(default: Settings) -> list[Settings]:
-    """Return what `tensorferry tune` tries beside the default: one thing changed at a time."""
+    """Return the settings that `tensorferry tune` compares with the default. Each differs from it in one respect."""
     found = [
         replace(default, block_size=block, queue_depth=depth) for block, depth in _BLOCKS_AND_DEPTHS
     ]
@@ -47,21 +51,23 @@ def candidates(default: Settings) -> list[Settings]:
     found += [replace(default, intra_op_parallelism=count) for count in workers]
     found.append(replace(default, single_submit=True))
     others = [each for each in available_engines() if each != default.engine]
-    if default.engine in available_engines():  # cuFile is none of them, and knows no others
+    if (
+        default.engine in available_engines()
+    ):  # not for cuFile, which cannot be replaced by another engine
         found += [replace(default, engine=engine) for engine in others]
     return found
 
 
 def candidates_of_json(path: Path, default: Settings) -> list[Settings]:
-    """Return all combinations of the values that a JSON file names; what it does not name is as in the default.
+    """Return all combinations of the values in a JSON file. Other settings have the default's values.
 
-    Its keys are ds_nvme_tune's (block_size, queue_depth, single_submit, sequential_requests, io_parallel), and
-    intra_op_parallelism and io_engine; each has a list of values.
+    The keys are those of ds_nvme_tune (block_size, queue_depth, single_submit, sequential_requests, io_parallel), and
+    intra_op_parallelism and io_engine. Each has a list of values.
 
     Raises
     ------
     ValueError
-        It cannot be read or used; the message says why.
+        The file cannot be read, or its content is invalid. The message has the reason.
     """
     try:
         content = json.loads(path.read_text())
@@ -74,12 +80,12 @@ def candidates_of_json(path: Path, default: Settings) -> list[Settings]:
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: {key}: {values!r} is not a list of values")
         try:
-            read = [_read(key, value) for value in values]
+            parsed = [_parse(key, value) for value in values]
         except (ValueError, TypeError) as problem:
             raise ValueError(f"{path}: {key}: {problem}") from None
         names = {"io_parallel": "intra_op_parallelism", "io_engine": "engine"}
-        axes[str(names.get(key, key))] = list(dict.fromkeys(read))
-    axes.pop("sequential_requests", None)  # both do the same: queues are always refilled
+        axes[str(names.get(key, key))] = list(dict.fromkeys(parsed))
+    axes.pop("sequential_requests", None)  # it has no effect: queues are always refilled
     combinations = math.prod(map(len, axes.values()))
     if combinations > _MAX_COMBINATIONS:
         raise ValueError(f"{path}: {combinations} combinations are more than {_MAX_COMBINATIONS}")
@@ -89,8 +95,8 @@ def candidates_of_json(path: Path, default: Settings) -> list[Settings]:
     ]
 
 
-def _read(key: str, value: Any) -> Any:
-    """Return a value of a setting, or raise ValueError."""
+def _parse(key: str, value: Any) -> Any:
+    """Validate and return a setting's value. Raise ValueError if it is invalid."""
     if key in _SWITCHES:
         if type(value) is not bool:
             raise ValueError(f"{value!r} is neither true nor false")
@@ -107,7 +113,7 @@ def _read(key: str, value: Any) -> Any:
     }
     if key not in limits:
         known = ", ".join([*limits, *_SWITCHES, "io_engine"])
-        raise ValueError(f"no setting of a sweep; they are {known}")
+        raise ValueError(f"not a setting of a sweep (valid: {known})")
     number = parse_nbytes(value) if isinstance(value, str) else value
     low, high = limits[key]
     if type(number) is not int or not low <= number <= high:
@@ -118,9 +124,12 @@ def _read(key: str, value: Any) -> Any:
 def common(
     default: Settings, speedups: list[dict[Settings, float]], chosen: list[Settings]
 ) -> Settings:
-    """Return settings for programs that take one section for all directions and drives.
+    """Return settings for programs that use the same settings for all directions and drives.
 
-    They are proven for one of them, and for none of the others have they been seen to be slower than the default.
+    ``speedups`` has, for each direction of each drive, the speed of all settings relative to the default. ``chosen``
+    has the settings that were chosen for each direction of each drive. The result is proven to be faster for at least
+    one of these, and was not slower than the default for any of the others. If no settings fulfil that, it is the
+    default.
     """
     best = [
         (math.prod(each.get(settings, 0.0) for each in speedups), at, settings)

@@ -1,9 +1,10 @@
-"""Which settings are faster than the default ones, if any: pure decisions on what a callable measures.
+"""The decision whether any settings are faster than the default, based on the measurements of a callable.
 
-A sweep measures all candidates and the default in rounds of changing order, so that a drive that gets slower or faster
-meanwhile does so for all of them; the better ones go on. How many rounds depends on the noise that the first ones show.
-The best of a dozen is always one that noise was kind to, so its figures prove nothing: it is measured once more, in
-pairs with the default, and only these pairs decide.
+A sweep measures all candidates and the default in rounds of changing order, so a drive that becomes slower or faster
+affects all of them equally. The sweep has several stages, and only the better candidates of a stage remain for the next
+one. The number of rounds depends on the noise in the first rounds. The best of a dozen candidates was probably favoured
+by noise, so the sweep proves nothing. Therefore its best candidate, the nominee, is measured again, in pairs with the
+default, and only these pairs decide.
 """
 
 from __future__ import annotations
@@ -19,35 +20,42 @@ if TYPE_CHECKING:
 
     from tensorferry.transfer.settings import Settings
 
-# Gains below this are not worth a change; the sweep is to find those beyond the second if there are any.
+# Gains below GAIN_MIN are not worth a change. The sweep is designed to find gains from _GAIN_WANTED on.
 GAIN_MIN = 1.02
 _GAIN_WANTED = 1.3
-# A bound lies so many standard errors below the mean: wrong 1 time in 200, if noise is anything like normal.
+# The lower bound of a gain is this number of standard errors below the mean. For normally distributed noise, the true
+# gain is below this bound once in 200 times.
 _ERRORS = 2.6
-# Rounds before the noise is estimated, candidates left after each stage, and how many standard errors of its mean the
-# wanted gain is to be at the stage's end.
+# _FIRST_ROUNDS is the number of rounds before the noise is estimated. _STAGES has, for each stage, the number of
+# candidates that remain after it, and its precision: rounds are added until _GAIN_WANTED is this number of standard
+# errors of a candidate's mean.
 _FIRST_ROUNDS = 3
 _STAGES = ((6, 1.5), (3, 2.5), (2, 4.0), (1, 5.0))
-_SWEEP_SHARE = 0.6  # of the time, at most
+_SWEEP_SHARE = 0.6  # the maximum share of the time budget that the sweep may use
 _PAIRS_MIN, _PAIRS_MAX = 16, 1000
-# Pairs are as many as prove this part of the gain that the sweep saw: it was kind to the best.
-_HOPE = 0.4
+# The sweep overestimates the gain of its best candidate. So the number of pairs is chosen to prove a gain that is only
+# this share of the sweep's estimate.
+_EXPECTED_SHARE_OF_GAIN = 0.4
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was found for one direction of one drive.
+    """The decision for one direction of one drive.
 
     Attributes
     ----------
+    default : Settings
+        The default settings.
     chosen : Settings
-        The default ones, unless others are proven to be faster.
+        The default settings, unless others are proven to be faster.
     nominee : Settings or None
-        The best of the sweep; None where the default ones were.
+        The best settings of the sweep, or None if these are the default.
     gain, low : float
-        How many times as fast as the default the nominee was in the pairs, and at least, surely; 1 without pairs.
+        The nominee's speed relative to the default in the pairs, and its lower bound. Both are 1 without pairs.
+    pairs : int
+        The number of pairs.
     speedups : dict
-        For all settings the gain that the sweep saw.
+        The speed of all settings in the sweep, relative to the default.
     """
 
     default: Settings
@@ -59,48 +67,52 @@ class Decision:
     speedups: dict[Settings, float] = field(default_factory=dict)
 
     def measured(self) -> dict[str, float]:
-        """Return what the pairs showed, ready for JSON."""
+        """Return the result of the pairs as a dict for JSON."""
         return {"median": self.gain, "low": self.low, "pairs": self.pairs}
 
 
 class _Sweep:
-    """Logarithms of seconds, of each round less the round's mean, by settings."""
+    """The measurements of a sweep: for each candidate, the logarithm of its seconds minus that of the default's.
+
+    Both are measured in the same round.
+    """
 
     def __init__(
         self,
         default: Settings,
         measure: Callable[[Settings], float],
         budget_seconds: float,
-        told: Callable[[float], None],
+        on_progress: Callable[[float], None],
     ) -> None:
         self.default = default
         self.spent_seconds = 0.0
         self.count = 0
         self._measure = measure
         self._budget_seconds = budget_seconds
-        self._told = told
+        self._on_progress = on_progress
         self._random = random.Random(0)
         self._logs: dict[Settings, list[float]] = {}
 
     def log_seconds(self, settings: Settings) -> float:
-        """Measure once."""
+        """Measure once, and return the logarithm of the seconds."""
         seconds = max(self._measure(settings), 1e-9)
         self.spent_seconds += seconds
         self.count += 1
-        self._told(min(1.0, self.spent_seconds / self._budget_seconds))
+        self._on_progress(min(1.0, self.spent_seconds / self._budget_seconds))
         return math.log(seconds)
 
     def rounds(self, settings: Sequence[Settings], count: int) -> None:
         for _ in range(count):
             order = self._random.sample(list(settings), len(settings))
             found = {each: self.log_seconds(each) for each in order}
-            # Of those that are in all rounds: means of rounds with fewer settings would be others'.
-            middle = found[self.default]
+            # The reference is the default, which is in all rounds. A round's mean would depend on which settings are
+            # still in the sweep.
+            reference = found[self.default]
             for each, value in found.items():
-                self._logs.setdefault(each, []).append(value - middle)
+                self._logs.setdefault(each, []).append(value - reference)
 
     def affordable(self, wanted: int, each: int) -> int:
-        """Return how many of the wanted rounds of so many measurements there is time for, before pairs."""
+        """Return how many of the ``wanted`` rounds, of ``each`` measurements, fit into the time of the sweep."""
         left = _SWEEP_SHARE * self._budget_seconds - self.spent_seconds
         return max(0, min(wanted, int(left / (each * self.seconds_each()))))
 
@@ -109,12 +121,12 @@ class _Sweep:
 
     def noise(self) -> float:
         """Return the standard deviation of a measurement's logarithm."""
-        spreads = [
-            statistics.variance(values) for values in self._logs.values() if any(values)
-        ]  # of differences: twice
-        return math.sqrt(statistics.fmean(spreads) / 2) if spreads else 0.0
+        # The values are differences of two measurements, so their variance is twice that of one measurement.
+        variances = [statistics.variance(values) for values in self._logs.values() if any(values)]
+        return math.sqrt(statistics.fmean(variances) / 2) if variances else 0.0
 
     def gain(self, settings: Settings) -> float:
+        """Return the mean logarithm of a candidate's speed relative to the default."""
         return -statistics.fmean(self._logs[settings])
 
     def speedups(self) -> dict[Settings, float]:
@@ -126,47 +138,47 @@ def decide(
     default: Settings,
     measure: Callable[[Settings], float],
     budget_seconds: float,
-    told: Callable[[float], None] = lambda _: None,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> Decision:
-    """Find settings that are surely faster than the default ones, if there are any.
+    """Find settings that are proven to be faster than the default, if any exist.
 
     Parameters
     ----------
     candidates : sequence of Settings
-        What to choose from.
+        The settings to choose from.
     default : Settings
-        Chosen unless another is proven to be faster.
+        The settings that are chosen unless others are proven to be faster.
     measure : callable
-        Returns the seconds that the same work takes with some settings.
+        Returns the seconds that the same work takes with the given settings.
     budget_seconds : float
-        How much of them there may be in all.
-    told : callable
-        Is told, after each, what share of the budget is used up.
+        The maximum total of these seconds.
+    on_progress : callable
+        Called after each measurement with the share of the budget that has been used.
     """
-    sweep = _Sweep(default, measure, budget_seconds, told)
-    left = [default, *(each for each in dict.fromkeys(candidates) if each != default)]
-    sweep.rounds(left, _FIRST_ROUNDS)
+    sweep = _Sweep(default, measure, budget_seconds, on_progress)
+    remaining = [default, *(each for each in dict.fromkeys(candidates) if each != default)]
+    sweep.rounds(remaining, _FIRST_ROUNDS)
     noise, done = sweep.noise(), _FIRST_ROUNDS
     for kept, errors in _STAGES:
         wanted = math.ceil((errors * noise / math.log(_GAIN_WANTED)) ** 2)
-        more = sweep.affordable(max(0, wanted - done), len(left))
-        sweep.rounds(left, more)
+        more = sweep.affordable(max(0, wanted - done), len(remaining))
+        sweep.rounds(remaining, more)
         done += more
-        best = sorted(left[1:], key=sweep.gain, reverse=True)[:kept]
-        left = [default, *best]
-    nominee, found = left[-1], sweep.speedups()
-    hoped = sweep.gain(nominee)
-    if nominee == default or hoped < math.log(GAIN_MIN):
+        best = sorted(remaining[1:], key=sweep.gain, reverse=True)[:kept]
+        remaining = [default, *best]
+    nominee, found = remaining[-1], sweep.speedups()
+    sweep_gain = sweep.gain(nominee)
+    if nominee == default or sweep_gain < math.log(GAIN_MIN):
         return Decision(default, default, speedups=found)
-    error_wanted = _HOPE * min(hoped, math.log(_GAIN_WANTED)) / _ERRORS
+    error_wanted = _EXPECTED_SHARE_OF_GAIN * min(sweep_gain, math.log(_GAIN_WANTED)) / _ERRORS
     count = min(max(math.ceil(2 * (noise / error_wanted) ** 2), _PAIRS_MIN), _PAIRS_MAX)
     pairs: list[float] = []
     while len(pairs) < count and sweep.spent_seconds < budget_seconds:
-        # The order alternates, so that being first makes no difference on average.
+        # The order alternates, which cancels any advantage of the first or the second place.
         order = (default, nominee) if len(pairs) % 2 else (nominee, default)
         seen = {each: sweep.log_seconds(each) for each in order}
         pairs.append(seen[default] - seen[nominee])
-    if len(pairs) < _PAIRS_MIN:  # a drive so slow that its noise cannot be told
+    if len(pairs) < _PAIRS_MIN:  # the drive is too slow for a reliable estimate of the noise
         return Decision(default, default, nominee, pairs=len(pairs), speedups=found)
     mean = statistics.fmean(pairs)
     low = mean - _ERRORS * statistics.stdev(pairs) / math.sqrt(len(pairs))

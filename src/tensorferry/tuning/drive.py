@@ -1,8 +1,8 @@
-"""A file on a drive under test, and how fast settings write and read it.
+"""A file on the drive under test, and measurements of writing and reading it with different settings.
 
-The file has no name, so that nothing stays behind however the process ends. It is written in full before anything is
-timed; writes go over it in place, reads find nothing of it in the page cache. Where O_DIRECT does not work, writes are
-made durable within the time measured. The memory is the host's, or that of one GPU.
+The file has no name, so the kernel removes it when the process ends, for any reason. It is written completely before
+the first measurement. Writes overwrite it in place. Before a read, it is dropped from the page cache. If O_DIRECT does
+not work, the time of a write includes a sync. The memory is on the host or on one GPU.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
     from tensorferry.transfer.settings import Settings
 
 _PATTERN_NBYTES = 4 << 20
-_MAX_IDLE = 16  # settings whose workers wait for their next turn
-# Of the free space, and of the memory available, a file takes at most one part in so many.
+_MAX_IDLE = 16  # the number of schedulers that are kept for later rounds
+# A file takes at most this fraction (1/4) of the free space, and of the available memory.
 _FREE_SHARE = 4
 
 
 class Drive:
-    """A file in a folder. Close it, or use it as a context manager.
+    """A file in a folder on the drive. Close it, or use it as a context manager.
 
     Parameters
     ----------
     folder : Path
-        On the drive.
+        The folder.
     nbytes : int
-        Of the file.
+        The size of the file.
     gpu : int, optional
-        The number of the GPU whose memory is moved; else it is the host's.
+        The number of the GPU for the memory; by default host memory is used.
     gds : bool
-        Pin that memory for cuFile, as a user of gds_handle does.
+        Whether to pin the GPU memory for cuFile, as a user of gds_handle does.
 
     Raises
     ------
     OSError
-        The folder cannot be written to, or has no room.
+        The folder is not writable, or the disk is full.
     MemoryError
-        There is no memory for the data.
+        The memory for the data cannot be allocated.
     """
 
     def __init__(
@@ -67,14 +67,16 @@ class Drive:
         self._schedulers: dict[Settings, _core.Scheduler] = {}
         self._resources = ExitStack()
         try:
-            made = tempfile.TemporaryFile(dir=folder, prefix=".tensorferry-tune-")  # noqa: SIM115
-            self._descriptor = self._resources.enter_context(made).fileno()
+            file = tempfile.TemporaryFile(dir=folder, prefix=".tensorferry-tune-")  # noqa: SIM115
+            self._descriptor = self._resources.enter_context(file).fileno()
             os.posix_fallocate(self._descriptor, 0, nbytes)
-        except OSError as error:  # the file's made-up name, or none, would only puzzle
+        except (
+            OSError
+        ) as error:  # the folder is more useful in the message than a temporary file name
             raise OSError(error.errno, error.strerror, str(folder)) from None
         try:
             self._file = _core.file_from_descriptor(self._descriptor, True, "auto")
-            if self._file.direct:  # and then without a look into the page cache
+            if self._file.direct:  # "always" skips the check of the page cache before each read
                 self._file = _core.file_from_descriptor(self._descriptor, True, "always")
             array = _host_memory(nbytes) if gpu is None else _gpu_tensor(gpu, nbytes)
             self._array = memory_of(array, writable=True)
@@ -87,16 +89,16 @@ class Drive:
 
     @property
     def direct(self) -> bool:
-        """Whether the file is read and written past the page cache."""
+        """Whether the file is read and written with direct I/O."""
         return self._file.direct
 
     def measure(self, settings: Settings, direction: str) -> float:
-        """Write or read the file, and return the seconds that it took.
+        """Write or read the file, and return the time in seconds.
 
         Raises
         ------
         EngineUnavailableError
-            The settings' engine cannot be had.
+            The engine of the settings is not available.
         StorageError
             The transfer failed.
         """
@@ -117,7 +119,7 @@ class Drive:
         return seconds
 
     def rates(self, settings: Settings, direction: str) -> dict[str, float] | None:
-        """Return median, slowest and fastest bytes in a second, and CPU seconds for 10^9 bytes, if measured."""
+        """Return the median, lowest and highest bytes per second and the CPU seconds per 10^9 bytes, if measured."""
         samples = self.samples.get((settings, direction))
         if not samples:
             return None
@@ -131,7 +133,7 @@ class Drive:
         }
 
     def measurements(self) -> list[dict[str, Any]]:
-        """Return all that was measured, ready for JSON."""
+        """Return all measurements for JSON."""
         return [
             {"direction": direction, "settings": asdict(settings)}
             | {"seconds": [s for s, _ in samples], "cpu_seconds": [cpu for _, cpu in samples]}
@@ -139,7 +141,7 @@ class Drive:
         ]
 
     def close(self) -> None:
-        """Give the file, descriptors and threads back."""
+        """Close the file, and release the descriptors and threads."""
         self._close_schedulers()
         self._file.close()
         self._resources.close()
@@ -170,7 +172,7 @@ class Drive:
 
 
 def largest_nbytes(folder: Path, gpu: int | None = None) -> int:
-    """Return how large a file may be without being a burden: a quarter of the free space and of the memory."""
+    """Return the maximum size of a file: a quarter of the free space and of the available memory."""
     status = os.statvfs(folder)
     free = available_nbytes()
     if gpu is not None:
@@ -194,11 +196,14 @@ def _gpu_tensor(number: int, nbytes: int) -> Any:
     try:
         return torch.frombuffer(content, dtype=torch.uint8).to(f"cuda:{number}")
     except torch.OutOfMemoryError as error:
-        raise MemoryError(f"no GPU memory for {nbytes} bytes: {error}") from None
+        raise MemoryError(f"{nbytes} bytes of GPU memory cannot be allocated: {error}") from None
 
 
 def _fill(memory: memoryview) -> None:
-    """Fill memory with bytes that no drive can compress, different for each stretch of a few megabytes."""
+    """Fill memory with incompressible bytes that differ between any two blocks of 4 MiB.
+
+    Drives that compress or deduplicate data would otherwise be measured as too fast.
+    """
     pattern = bytearray(random.Random(len(memory)).randbytes(min(len(memory), _PATTERN_NBYTES)))
     for index, begin in enumerate(range(0, len(memory), _PATTERN_NBYTES)):
         pattern[:8] = index.to_bytes(8, "little")

@@ -1,6 +1,7 @@
-"""fio, the benchmark everyone believes: how it is run, and how its report is read.
+"""Running fio, the standard benchmark for storage, and parsing its report.
 
-fio opens, creates and preallocates its files before its clock starts; ours counts all of that.
+fio opens, creates and preallocates its files outside its measured time. A measurement of tensorferry includes these
+operations where the measured call performs them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ _PERCENTILES = {"p50": "50.000000", "p90": "90.000000", "p99": "99.000000", "p99
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run fio; ``registered`` are its buffers and files with io_uring, ``huge_pages`` must be reserved."""
+    """A configuration of fio.
+
+    With ``registered``, fio registers its buffers and files with io_uring. With ``huge_pages``, its buffers are on huge
+    pages, which must be reserved. With ``direct``, it uses direct I/O.
+    """
 
     engine: str
     block_size: int
@@ -37,12 +42,12 @@ class Config:
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes of its buffers."""
+        """The size of the buffers of one job in bytes."""
         return self.block_size * self.queue_depth
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """The name of this configuration in tables."""
         words = (
             f"qd{self.queue_depth}" * (self.queue_depth > 1),
             "registered" * self.registered,
@@ -53,7 +58,7 @@ class Config:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What it is looked for by."""
+        """The words by which a comparison selects this configuration (see :class:`.rounds.Contender`)."""
         registered = "registered" if self.registered else "unregistered"
         pages = "huge" if self.huge_pages else "small"
         return self.engine, self._block, f"qd{self.queue_depth}", registered, pages
@@ -75,24 +80,24 @@ class Config:
 
 
 def installed() -> bool:
-    """Return whether there is a fio."""
+    """Return whether fio is installed."""
     return shutil.which("fio") is not None
 
 
 def version() -> str | None:
-    """Return what ``fio --version`` says, None where there is none."""
+    """Return the output of ``fio --version``, or None if fio is not installed."""
     if not installed():
         return None
     return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
 
 
 def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str]) -> list[Any]:
-    """Run one job for each file, all at once, and return the jobs of fio's report.
+    """Run one job for each file, all concurrently, and return the jobs of fio's report.
 
     Parameters
     ----------
     files : sequence of Path
-        The file of each job. fio creates what is missing.
+        The file of each job. fio creates missing files.
     kind : str
         fio's ``rw``: "read", "write", "randread", ...
     nbytes : int
@@ -103,7 +108,7 @@ def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str])
     Raises
     ------
     MeasurementError
-        It is not installed, or failed.
+        fio is not installed, or failed.
     """
     options = [f"--size={nbytes}", f"--rw={kind}", *arguments]
     for number, path in enumerate(files):
@@ -113,12 +118,12 @@ def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str])
 
 
 def jobs_of(arguments: Sequence[str]) -> list[Any]:
-    """Run fio with options for all jobs and, after the ``--name`` of each, its own; return the jobs of its report.
+    """Run fio with options, and return the jobs of its report. Options after a ``--name`` apply to that job only.
 
     Raises
     ------
     MeasurementError
-        It is not installed, or failed.
+        fio is not installed, or failed.
     """
     if not installed():
         raise MeasurementError("fio is not installed (apt install fio)")
@@ -127,8 +132,8 @@ def jobs_of(arguments: Sequence[str]) -> list[Any]:
         "--output-format=json",
         "--name=global",
         "--fallocate=native",
-        "--invalidate=0",  # the benchmark decides what the page cache holds
-        "--scramble_buffers=0",  # it would change each block before it is written
+        "--invalidate=0",  # the benchmark controls the page cache itself
+        "--scramble_buffers=0",  # otherwise fio modifies each block before it writes it, which costs CPU time
         "--thread",
         *arguments,
     ]
@@ -141,26 +146,26 @@ def jobs_of(arguments: Sequence[str]) -> list[Any]:
 
 
 def sample(job: dict[str, Any], direction: str) -> Sample:
-    """Return what a job's report says of its "read" or "write" side."""
+    """Return the sample for the "read" or "write" part of a job's report."""
     report = job[direction]
     percentiles = report.get("clat_ns", {}).get("percentile", {})
     latency = {
         name: percentiles[key] / 1000 for name, key in _PERCENTILES.items() if key in percentiles
     }
-    # (user + system percent) of the job's run time
+    # The report has the CPU time as percentages of the run time.
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     seconds = max(report["runtime"], 1) / 1000
     return throughput(seconds, report["io_bytes"], cpu, latency_microseconds=latency or None)
 
 
 def may_register(nbytes: int) -> bool:
-    """Return whether this process may register buffers of so many bytes with io_uring, as far as limits tell."""
+    """Return whether RLIMIT_MEMLOCK allows this process to register ``nbytes`` of buffers with io_uring."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return os.geteuid() == 0 or limit == resource.RLIM_INFINITY or limit >= nbytes
 
 
 def free_huge_pages_nbytes() -> int:
-    """Return how much of the memory reserved for huge pages of 2 MiB is free."""
+    """Return the free part of the memory that is reserved for huge pages of 2 MiB, in bytes."""
     try:
         return int((HUGE_PAGES / "free_hugepages").read_text()) * (2 << 20)
     except (OSError, ValueError):

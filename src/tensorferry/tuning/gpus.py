@@ -1,4 +1,4 @@
-"""Whether GPUs can be measured with, and by gds_handle; asked in this process, which is to use them."""
+"""Functions that check whether this process can use GPUs and gds_handle for measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import tensorferry
 from tensorferry import _core
 
-# What the core calls the engine of a gds_handle that goes past host memory.
+# The core's name for the engine of a gds_handle that bypasses host memory.
 CUFILE = "cufile"
 
 
@@ -23,32 +23,32 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def why_torch_has_none() -> str | None:
-    """Return why torch can use no GPU here, or None."""
+def torch_gpu_refusal() -> str | None:
+    """Return why torch cannot use a GPU, or None if it can."""
     if importlib.util.find_spec("torch") is None:
         return NO_TORCH
     if device_count():
         return None
     import torch
 
-    reason = "there is none"
+    reason = "no device exists"
     if torch.version.cuda is None and torch.version.hip is None:
-        reason = "it was built for processors only"
+        reason = "it is a CPU-only build"
     else:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever torch raises is the answer
+        except Exception as error:  # the error of any type has the reason
             reason = str(error).strip().partition("\n")[0]
     return f"torch finds no CUDA device: {reason}"
 
 
-def why_no_gpu() -> str | None:
-    """Return why CUDA tensors cannot be made and moved here, or None."""
-    return why_torch_has_none() or _core.cuda_refusal()
+def gpu_refusal() -> str | None:
+    """Return why CUDA tensors cannot be created and transferred, or None if they can."""
+    return torch_gpu_refusal() or _core.cuda_refusal()
 
 
-def why_no_gds() -> str | None:
-    """Return why no gds_handle can be made here, or None."""
+def gds_refusal() -> str | None:
+    """Return why a gds_handle cannot be created, or None if it can."""
     try:
         tensorferry.gds_handle().close()
     except (tensorferry.EngineUnavailableError, ValueError) as refusal:
@@ -57,6 +57,6 @@ def why_no_gds() -> str | None:
 
 
 def gds_uses_cufile() -> bool:
-    """Return whether a gds_handle moves GPU memory by cuFile; if not, it does so as aio_handle does."""
+    """Return whether a gds_handle transfers GPU memory with cuFile. If not, it transfers as an aio_handle does."""
     with tensorferry.gds_handle() as handle:
         return handle.engine.partition(" ")[0] == CUFILE

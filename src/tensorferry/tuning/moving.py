@@ -1,7 +1,8 @@
-"""A process of `tensorferry bench`: its memory, its files, and the ways in which it moves bytes between them.
+"""A worker process of `tensorferry bench`: its memory, its files, and the methods that transfer bytes between them.
 
-A way is made once. What users do once (make a handle, open a file) is done there or in ``prepare``, outside the clock;
-``move`` is what is measured.
+A method is a way to write or read a file: tensorferry's handles or files, torch, or plain Python. Operations that users
+perform once, such as creating a handle or calling ``tensorferry.open``, happen in a method's constructor or in
+``prepare``, outside the measured time. Only ``move`` is measured.
 """
 
 from __future__ import annotations
@@ -28,47 +29,50 @@ if TYPE_CHECKING:
 
 _PAGE_NBYTES = 4096
 _CHUNK_NBYTES = 8 << 20
+# The names of all settings except the last one, the engine.
 _SETTINGS = [field.name for field in dataclasses.fields(Settings)][:-1]
 
 
 class ValidationError(Exception):
-    """A file and the memory that should equal it differ."""
+    """After a transfer, the content of the file differs from that of the memory."""
 
 
 class Memory:
-    """What a transfer reads into or writes from: host memory, or a tensor on a GPU, perhaps by way of host memory.
+    """The memory of a transfer: host memory, or a tensor on a GPU, with or without a copy through host memory.
 
     Parameters
     ----------
     nbytes : int
-        Its size.
+        The size.
     kind : str
-        Host memory: "locked" (as ``tensorferry.empty`` gives it), "ordinary", or "accelerator" (pinned by torch).
-        "gpu": the device's memory goes to the handle as it is; host memory is only for those who cannot use it.
+        The kind of host memory: "locked" (from ``tensorferry.empty``), "ordinary", or "accelerator" (pinned by torch).
+        With "gpu", the GPU tensor is passed to the handle directly, and host memory is used only by methods that do not
+        support GPU memory.
     device : torch.Tensor, optional
-        Bytes on a GPU. With a kind of host memory, each transfer includes the copy of all of them between both.
+        A tensor of bytes on a GPU. Unless the kind is "gpu", each transfer includes a copy between this tensor and the
+        host memory.
     """
 
     def __init__(self, nbytes: int, kind: str, device: Any = None) -> None:
         self.nbytes = nbytes
         self.device = device
         self.notes: list[str] = []
-        self._as_it_is = kind == "gpu"
+        self._uses_device_memory = kind == "gpu"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.host = _allocate(nbytes, kind)
         self.notes += [str(warning.message) for warning in caught]
 
     def tensor(self) -> Any:
-        """Return what a program would hold: a torch tensor of the bytes, on the GPU if there is one."""
+        """Return the memory as a torch tensor, on the GPU if one is used."""
         return self.device if self.device is not None else _tensor_on(self.host)
 
     @contextlib.contextmanager
-    def given(self, write: bool, *, on_host: bool = False) -> Any:
-        """Give what a write or read of a file is to use, and do the part between that and the GPU, if any."""
+    def buffer_for(self, write: bool, *, on_host: bool = False) -> Any:
+        """Yield the buffer for a write or read, and copy between host memory and the GPU where necessary."""
         if self.device is None:
             yield self.host
-        elif self._as_it_is and not on_host:
+        elif self._uses_device_memory and not on_host:
             yield self.device
         else:
             if write:
@@ -79,9 +83,10 @@ class Memory:
                 self._synchronize()
 
     def fill(self, stamp: int) -> None:
-        """Fill it with bytes that differ between pages and between stamps, and do not compress.
+        """Fill the memory with incompressible bytes that differ between pages and between stamps.
 
-        Each page is marked with its number and the stamp: stale, lost and misplaced pages show. Stamp 0 is all zeros.
+        Each page begins with its number and the stamp, so a validation detects stale, lost and misplaced pages. With
+        stamp 0, fill the memory with zeros instead.
         """
         block = random.Random(0).randbytes(1 << 20) * (_CHUNK_NBYTES >> 20)
         for begin in range(0, self.nbytes, _CHUNK_NBYTES):
@@ -101,7 +106,7 @@ class Memory:
         self._synchronize()
 
     def check(self, path: Path) -> None:
-        """Compare it with a file, which is read by plain Python; raise ValidationError where they differ."""
+        """Compare the memory with a file, which plain Python reads. Raise ValidationError if they differ."""
         with path.open("rb", buffering=0) as file:
             for begin in range(0, self.nbytes, _CHUNK_NBYTES):
                 expected = self.host[begin : begin + _CHUNK_NBYTES]
@@ -138,22 +143,28 @@ def _allocate(nbytes: int, kind: str) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
-class Way:
-    """``open`` with ``readinto``, or with ``write`` and ``os.fsync``: plain Python. The others differ in parts."""
+class Method:
+    """Plain Python: ``FileIO`` with ``readinto``, or with ``write`` and ``os.fsync``.
 
-    stats: dict[str, Any] | None = None  # a handle's or file's, after the last transfer
+    This is also the base class of the other methods.
+    """
+
+    stats: dict[str, Any] | None = None  # the counters of a handle or file after the last transfer
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
     def prepare(self, path: Path, write: bool) -> None:
-        """Get ready for one transfer."""
+        """Prepare one transfer."""
         self.path, self.write = path, write
 
     def move(self) -> None:
-        """Write the memory to the file, or read it from there."""
+        """Write the memory to the file, or read the file into the memory."""
         mode = "r" if not self.write else "r+" if self.path.exists() else "w"
-        with self.memory.given(self.write, on_host=True) as rest, FileIO(self.path, mode) as file:
+        with (
+            self.memory.buffer_for(self.write, on_host=True) as rest,
+            FileIO(self.path, mode) as file,
+        ):
             while rest:
                 count = file.write(rest) if self.write else file.readinto(rest)
                 if not count:
@@ -163,19 +174,19 @@ class Way:
                 os.fsync(file.fileno())
 
     def check(self) -> None:
-        """Raise a ValidationError where the file and what was written or read differ."""
+        """Raise ValidationError if the file and the memory differ."""
         self.memory.check(self.path)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the last transfer went by, as far as it has any."""
+        """Return the settings of the last transfer, or an empty dict."""
         return {}
 
     def close(self) -> None:
-        """Let go of what it has."""
+        """Release all resources."""
 
 
-class HandleWay(Way):
-    """Asynchronous calls of ``aio_handle``, or of ``gds_handle`` with the GPU's memory registered once, as in ds_io."""
+class HandleMethod(Method):
+    """Asynchronous calls of ``aio_handle``, or of ``gds_handle`` with pinned GPU memory, as in ds_io."""
 
     def __init__(self, memory: Memory, kind: str, settings: dict[str, Any]) -> None:
         super().__init__(memory)
@@ -185,15 +196,15 @@ class HandleWay(Way):
             self._handle.pin_device_tensor(memory.device)
 
     def move(self) -> None:
-        """Write or read by one asynchronous call, and wait for it."""
+        """Write or read with one asynchronous call, and wait for it."""
         handle = self._handle
-        with self.memory.given(self.write) as given:
-            (handle.async_pwrite if self.write else handle.async_pread)(given, self.path)
+        with self.memory.buffer_for(self.write) as buffer:
+            (handle.async_pwrite if self.write else handle.async_pread)(buffer, self.path)
             handle.wait()
         self.stats = handle.stats()
 
     def settings(self) -> dict[str, Any]:
-        """Return the handle's settings, which may be a profile's."""
+        """Return the handle's settings, which may come from a profile."""
         used = {name: getattr(self._handle, f"get_{name}")() for name in _SETTINGS}
         return used | {"engine": self._handle.engine}
 
@@ -204,13 +215,13 @@ class HandleWay(Way):
         self._handle.close()
 
 
-class FilesWay(Way):
-    """``tensorferry.open`` with ``read`` and ``write``; the file is opened outside the clock."""
+class FilesMethod(Method):
+    """``tensorferry.open`` with ``read`` and ``write``. The file is opened outside the measured time."""
 
     def __init__(self, memory: Memory, settings: dict[str, Any]) -> None:
         super().__init__(memory)
-        settings.pop("overlap_events", None)  # queues are always refilled
-        self._given = settings
+        settings.pop("overlap_events", None)  # it has no effect: queues are always refilled
+        self._settings = settings
         self._file: tensorferry.File | None = None
         self._gpu_nbytes = 0
 
@@ -219,25 +230,28 @@ class FilesWay(Way):
         super().prepare(path, write)
         self.close()
         mode = "r" if not write else "r+" if path.exists() else "w"
-        self._file = tensorferry.open(path, mode, **self._given)
+        self._file = tensorferry.open(path, mode, **self._settings)
 
     def move(self) -> None:
-        """Write or read by one blocking call."""
+        """Write or read with one blocking call."""
         file = self._file
         assert file is not None
         before = file.stats()["gpu_nbytes"]  # files may share a scheduler, and its counters
-        with self.memory.given(self.write) as given:
-            file.write(given) if self.write else file.read(given)
+        with self.memory.buffer_for(self.write) as buffer:
+            file.write(buffer) if self.write else file.read(buffer)
         stats = file.stats()
         self._gpu_nbytes += stats["gpu_nbytes"] - before
         self.stats = stats | {"gpu_nbytes": self._gpu_nbytes, "gds_nbytes": 0}
 
     def settings(self) -> dict[str, Any]:
-        """Return what was given, or is a profile's."""
+        """Return the block size, the queue depth and the engine that the file uses.
+
+        A setting that is not explicit comes from a profile, or is the default.
+        """
         assert self._file is not None
-        serving = self._file._scheduler
-        tuned = getattr(serving, "latest_settings", lambda: None)() or Settings()
-        used = dataclasses.asdict(tuned) | self._given
+        scheduler = self._file._scheduler
+        tuned = getattr(scheduler, "latest_settings", lambda: None)() or Settings()
+        used = dataclasses.asdict(tuned) | self._settings
         return {name: used[name] for name in _SETTINGS[:2]} | {"engine": self._file.engine}
 
     def close(self) -> None:
@@ -246,16 +260,16 @@ class FilesWay(Way):
             self._file.close()
 
 
-class TorchWay(Way):
+class TorchMethod(Method):
     """``torch.save`` and ``torch.load``."""
 
     def prepare(self, path: Path, write: bool) -> None:
-        """Give back the memory of what was loaded last."""
+        """Free the memory of the tensor that was loaded last."""
         super().prepare(path, write)
         self._loaded: Any = None
 
     def move(self) -> None:
-        """Save or load."""
+        """Save or load the tensor."""
         import torch
 
         tensor = self.memory.tensor()
@@ -265,7 +279,7 @@ class TorchWay(Way):
             self._loaded = torch.load(self.path, map_location=tensor.device)
 
     def check(self) -> None:
-        """Compare tensors."""
+        """Raise ValidationError if the saved or loaded tensor differs."""
         import torch
 
         tensor = self.memory.tensor()
@@ -274,23 +288,27 @@ class TorchWay(Way):
             raise ValidationError(f"validation failed: {str(self.path)!r} has another tensor")
 
 
-def make_way(name: str, job: Job, memory: Memory) -> Way:
-    """Return one of the engines, "gds_handle", or "python"."""
+def make_method(name: str, job: Job, memory: Memory) -> Method:
+    """Return the method for an engine of the job, for "gds_handle", or for "python"."""
     if name in ("aio_handle", "gds_handle"):
-        return HandleWay(memory, name, dict(job.settings))
+        return HandleMethod(memory, name, dict(job.settings))
     if name == "files":
-        return FilesWay(memory, dict(job.settings))
-    return TorchWay(memory) if name == "torch_io" else Way(memory)
+        return FilesMethod(memory, dict(job.settings))
+    return TorchMethod(memory) if name == "torch_io" else Method(memory)
 
 
 class Task:
-    """What a process of the benchmark does; its methods are called in the order in which they stand here."""
+    """The work of one process of the benchmark.
+
+    For each operation, the benchmark calls :meth:`begin`, :meth:`prepare` and :meth:`move` for each loop of each
+    method, and :meth:`end`.
+    """
 
     def __init__(self, job: Job, number: int, files: Files) -> None:
         self._job = job
         self._files = files
-        every = {path for paths in files.values() for path in paths}
-        self._new_files = [path for path in every if not path.exists()]
+        all_paths = {path for paths in files.values() for path in paths}
+        self._new_files = [path for path in all_paths if not path.exists()]
         device = None
         if job.gpu:
             import torch
@@ -300,51 +318,53 @@ class Task:
         self._memory = Memory(job.io_nbytes, job.memory, device)
         self._stamp = 1
         self._memory.fill(self._stamp)
-        self._ways: dict[str, Way] = {}
+        self._methods: dict[str, Method] = {}
 
-    def begin(self, operation: str, ways: list[str]) -> list[str]:
-        """Make the ways, and for reading the files. Return what the user should know of the memory."""
+    def begin(self, operation: str, methods: list[str]) -> list[str]:
+        """Create the methods and, for reads, the files. Return notes on the memory for the user."""
         job = self._job
         for path in self._files[operation] if operation == "read" else ():
-            # What is there under ds_io's names was made by it or by us; torch.load needs a file that we saved.
+            # An existing file of the right size can be used, unless torch.load must be able to read it.
             usable = job.engine != "torch_io" and path.is_file()
             if not usable or path.stat().st_size != job.io_nbytes:
-                maker = make_way(
+                writer = make_method(
                     "torch_io" if job.engine == "torch_io" else "python", job, self._memory
                 )
                 path.unlink(missing_ok=True)
-                maker.prepare(path, True)
-                maker.move()
-        self._ways = {name: make_way(name, job, self._memory) for name in ways}
+                writer.prepare(path, True)
+                writer.move()
+        self._methods = {name: make_method(name, job, self._memory) for name in methods}
         return self._memory.notes
 
     def prepare(self, name: str, operation: str, loop: int) -> None:
-        """Get file and memory ready for one transfer of any way, also of one that is not ours."""
+        """Prepare file and memory for one transfer of any method, including fio's."""
         paths = self._files[operation]
-        path, way = paths[loop % len(paths)], self._ways.get(name)
+        path, method = paths[loop % len(paths)], self._methods.get(name)
         if operation == "read":
             make_cold(path)
-            if self._job.validate and way is not None:
-                # What an earlier transfer has left there must not pass for what this one reads.
-                self._memory.fill(self._stamp if isinstance(way, TorchWay) else 0)
+            if self._job.validate and method is not None:
+                # Data that an earlier transfer left in the memory must not pass the validation of this transfer, so
+                # the memory is cleared. torch.load reads into another tensor, which the validation compares with the
+                # memory, so for TorchMethod the memory gets the content of the file instead.
+                self._memory.fill(self._stamp if isinstance(method, TorchMethod) else 0)
         else:
-            if self._job.engine == "torch_io":  # each write makes its file, as in ds_io
+            if self._job.engine == "torch_io":  # each write creates a new file, as in ds_io
                 remove(path)
             if self._job.validate:
                 self._stamp += 1
                 self._memory.fill(self._stamp)
-        if way is not None:
-            way.prepare(path, operation == "write")
+        if method is not None:
+            method.prepare(path, operation == "write")
 
     def move(self, name: str) -> dict[str, Any]:
-        """Do it, and tell what it took: times of the clock that all processes of a machine share, and costs."""
-        way = self._ways[name]
+        """Run the transfer, and return its start and end on the system-wide monotonic clock, and its costs."""
+        method = self._methods[name]
         with Stopwatch() as watch:
-            way.move()
+            method.move()
         if self._job.validate:
-            way.check()
-        stats = way.stats or {}
-        # Blocks that the caller's thread or the page cache served are not in percentiles.
+            method.check()
+        stats = method.stats or {}
+        # Percentiles cover only blocks of the engine, not those that the caller's thread served from the page cache.
         latency = stats["block_latency_microseconds"] if stats.get("engine_blocks") else None
         names = ("gpu_nbytes", "gds_nbytes", "compat")
         gpu = {each: stats[each] for each in names if each in stats}
@@ -353,17 +373,17 @@ class Task:
             "peak_growth_nbytes": watch.peak_growth_nbytes,
             "latency_microseconds": latency,
             "gpu": gpu if gpu.get("gpu_nbytes") else None,
-            "settings": way.settings(),
+            "settings": method.settings(),
         }
 
     def end(self) -> None:
-        """Close the ways."""
-        for way in self._ways.values():
-            way.close()
-        self._ways = {}
+        """Close the methods."""
+        for method in self._methods.values():
+            method.close()
+        self._methods = {}
 
-    def orphaned(self) -> None:
-        """Remove the new files: the process that would do that is gone."""
+    def on_orphaned(self) -> None:
+        """Remove the new files, because the parent process, which would remove them, has died."""
         for path in self._new_files:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -1,6 +1,7 @@
-"""What a step would take of an offloaded AdamW, or of a training on drives with it.
+"""Prediction of the time of one optimizer step, for an AdamW with its state on drives.
 
-Reading and writing at once through a store, and arithmetic, are measured; the rest is a sum.
+With ``training``, the parameters and gradients are on the drives, too. Two things are measured: concurrent reads and
+writes through a store, and AdamW's arithmetic. The predictions are computed from these.
 """
 
 from __future__ import annotations
@@ -31,75 +32,78 @@ _BUCKET_NBYTES = 16 << 20
 _SLOTS = 16
 _MAX_ELEMENTS = 8 << 20
 SMALLEST_NBYTES = 1 << 20
-# How much of its budget an optimizer has left at a step's end for the next one: the rest is on its way.
+# The share of its memory budget that an optimizer keeps from one step to the next. The rest of the budget is for
+# transfers in progress.
 _KEPT_SHARE = 0.75
 
-# In bytes for each parameter: what is stored, what a step reads, and what it writes.
+# The bytes for each parameter that are stored, that a step reads, and that it writes.
 LAYOUTS = {"fp32": (8, 8, 8), "bf16, fp32 masters": (12, 12, 12)}
-# Of a whole training. Parameters are read in both passes and by the step, which writes them; gradients are written by
-# the backward pass and read by the step; state is read and written by it.
+# The same three numbers if parameters and gradients are stored, too. Parameters are read in both passes and by the
+# step, which also writes them. Gradients are written by the backward pass and read by the step. The state is read and
+# written by the step.
 TRAINING_LAYOUTS = {"fp32": (16, 24, 16), "bf16, fp32 masters": (16, 20, 16)}
+# The memory budgets of the predictions, as shares of the stored bytes.
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured, and for how many parameters."""
+    """The parameters of a prediction."""
 
     parameters: int
     folder: Path
     io_nbytes: int
     loops: int
-    training: bool = False  # with parameters and gradients on the drive
+    training: bool = False  # whether parameters and gradients are on the drive, too
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of one layout with one budget."""
+    """The predicted step for one layout (see :data:`LAYOUTS`) and one memory budget."""
 
     layout: str
-    state_nbytes: int  # all that is stored
-    budget_nbytes: int  # 0: one that is small beside the state
-    moved_nbytes: int  # read and written together
+    state_nbytes: int  # all stored bytes
+    budget_nbytes: int  # 0 means a budget that is small compared with the state
+    moved_nbytes: int  # the bytes read and written
     written_nbytes: int
     io_seconds: float
     arithmetic_seconds: float
 
     @property
     def step_seconds(self) -> float:
-        """How long it takes: I/O and arithmetic go on at once."""
+        """The time of the step, in which I/O and arithmetic overlap."""
         return max(self.io_seconds, self.arithmetic_seconds)
 
     @property
     def limit(self) -> str:
-        """What it waits for."""
+        """The bottleneck of the step."""
         return "drive" if self.io_seconds > self.arithmetic_seconds else "arithmetic"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, and what follows from it."""
+    """The measurements, and the predictions from them."""
 
     job: Job
-    io_seconds: list[float]  # of each loop, in which twice `io_nbytes` were moved
+    io_seconds: list[float]  # the seconds of each loop, which transfers twice `io_nbytes`
     arithmetic_seconds: list[float]
-    elements: int
+    elements: int  # the number of parameters whose update was measured
     threads: int
     predictions: list[Prediction]
     free_nbytes: int
 
     @property
     def nbytes_per_second(self) -> float:
-        """Bytes read and written together."""
+        """The bytes read and written per second, in total."""
         return 2 * self.job.io_nbytes / statistics.median(self.io_seconds)
 
     @property
     def parameters_per_second(self) -> float:
-        """What AdamW steps in memory."""
+        """The parameters that AdamW updates per second in memory."""
         return self.elements / statistics.median(self.arithmetic_seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON."""
+        """Return a dict for JSON."""
         measured = ("io_seconds", "nbytes_per_second", "elements", "arithmetic_seconds")
         names = (*measured, "parameters_per_second", "threads")
         return {
@@ -117,37 +121,37 @@ class Result:
         }
 
 
-def why_not() -> str | None:
-    """Return why nothing can be measured here, or None."""
+def unusable_reason() -> str | None:
+    """Return why a measurement is impossible, or None."""
     return NO_TORCH if importlib.util.find_spec("torch") is None else None
 
 
 def parse_count(text: str) -> int:
-    """Return the number that a text such as "7B", "350M" or "1.5e9" means; units are powers of 1000.
+    """Parse a number of parameters such as "7B", "350M" or "1.5e9". Units are powers of 1000.
 
     Raises
     ------
     ValueError
-        It is no such text, or no number of parameters.
+        The text is not such a number, or the number is out of range.
     """
     match = re.fullmatch(
         r"([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,3})?)([KMBT]?)", text.strip().upper()
     )
     if match is None:
-        raise ValueError(f"{text!r} is no number of parameters such as 350M, 7B or 1.5e9")
+        raise ValueError(f"{text!r} is not a number of parameters such as 350M, 7B or 1.5e9")
     value = float(match[1]) * _UNITS[match[2]]
     if not 1 <= value <= _MAX_PARAMETERS:
         raise ValueError(f"{text} is not between 1 and {_MAX_PARAMETERS} parameters")
     return round(value)
 
 
-def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Result:
-    """Measure, and predict.
+def run(job: Job, on_progress: Callable[[str, int, int], None] = lambda *_: None) -> Result:
+    """Measure and predict.
 
     Raises
     ------
     StorageError
-        The folder has no space for ``io_nbytes``, or cannot be used.
+        The folder lacks space for ``io_nbytes``, or cannot be used.
     """
     import torch
 
@@ -163,22 +167,22 @@ def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Re
         traffic = Traffic([str(directory)], bucket, -(-job.io_nbytes // bucket), _SLOTS)
         try:
             for loop in range(job.loops + 1):  # the first one warms up
-                told("offload", loop, job.loops + 1)
-                began = time.perf_counter()
+                on_progress("offload", loop, job.loops + 1)
+                io_begin = time.perf_counter()
                 traffic.move(job.io_nbytes, job.io_nbytes)
-                moved = time.perf_counter()
+                io_end = time.perf_counter()
                 optimizer.step()
                 if loop:
-                    io_seconds.append(moved - began)
-                    arithmetic_seconds.append(time.perf_counter() - moved)
+                    io_seconds.append(io_end - io_begin)
+                    arithmetic_seconds.append(time.perf_counter() - io_end)
         finally:
             traffic.close()
-    stepped = sum(param.numel() for param in params)
+    count = sum(param.numel() for param in params)
     measured = Result(
         job,
         io_seconds,
         arithmetic_seconds,
-        stepped,
+        count,
         torch.get_num_threads(),
         [],
         shutil.disk_usage(job.folder).free,
@@ -194,15 +198,16 @@ def predict(
     parameters_per_second: float,
     layouts: dict[str, tuple[int, int, int]] = LAYOUTS,
 ) -> list[Prediction]:
-    """Return how long steps take, for each layout and some budgets.
+    """Return predictions for each layout and several budgets.
 
-    ``nbytes_per_second`` are those read and written together. Of a training it is what AdamW takes, and not the model.
+    ``nbytes_per_second`` counts the bytes read and written. ``parameters_per_second`` is the speed of AdamW's
+    arithmetic. The model's own computation is not predicted.
     """
     found = []
     arithmetic_seconds = parameters / parameters_per_second
     for layout, (stored, read, written) in layouts.items():
         for share in _SHARES:
-            # What the budget keeps is neither read nor written.
+            # The part that stays within the budget is neither read nor written.
             part = 0.0 if share == 1 else parameters * (1 - share * _KEPT_SHARE)
             moved = math.ceil((read + written) * part)
             found.append(
@@ -220,16 +225,16 @@ def predict(
 
 
 class Traffic:
-    """A step's I/O without the step: buckets of a store, read into slots and written from there, as fast as it goes.
+    """The I/O of a step without its arithmetic: buckets of a store are read into slots and written back.
 
     Parameters
     ----------
     directories : list of str
-        The store's.
+        The directories of the store.
     bucket_nbytes : int
-        Size of what is read or written at once.
+        The size of one read or write.
     buckets, slots : int
-        How many there are in the store, and in memory at most.
+        The number of buckets in the store, and the maximum number in memory.
     """
 
     def __init__(
@@ -252,16 +257,16 @@ class Traffic:
             raise
 
     def move(self, read_nbytes: int, written_nbytes: int) -> None:
-        """Read so much, in buckets, each written as soon as it has been read, until so much has been written.
+        """Read ``read_nbytes`` in buckets, and write each bucket after its read, up to ``written_nbytes``.
 
         Raises
         ------
         StorageError
-            Something could not be read or written.
+            A bucket cannot be read or written.
         """
         to_read = deque(self._names[: -(-read_nbytes // self._nbytes)])
         to_write = -(-written_nbytes // self._nbytes)
-        # Whatever ends first is followed up first, which no order of waiting would do.
+        # Transfers end in any order. With callbacks, the next step of each slot begins as soon as its transfer ends.
         ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         moving = 0
 
@@ -270,9 +275,9 @@ class Traffic:
             if to_read:
                 moving += 1
                 name = to_read.popleft()
-                ticket = self._store.read(name, slot)
-                ticket.add_done_callback(
-                    lambda ticket: ended.put(lambda: write(name, ticket.result()))
+                future = self._store.read(name, slot)
+                future.add_done_callback(
+                    lambda future: ended.put(lambda: write(name, future.result()))
                 )
 
         def write(name: str, slot: Any) -> None:
@@ -282,16 +287,16 @@ class Traffic:
                 return
             to_write -= 1
             moving += 1
-            ticket = self._store.write(name, slot)
-            ticket.add_done_callback(lambda ticket: ended.put(lambda: read_next(ticket.result())))
+            future = self._store.write(name, slot)
+            future.add_done_callback(lambda future: ended.put(lambda: read_next(future.result())))
 
         for slot in self._slots:
             read_next(slot)
         while moving:
-            follow = ended.get()
+            next_step = ended.get()
             moving -= 1
-            follow()
+            next_step()
 
     def close(self) -> None:
-        """Give memory and space back."""
+        """Close the store, and free its space."""
         self._store.close()

@@ -1,4 +1,4 @@
-"""Charts of what was measured, by matplotlib, which is an extra and imported here only."""
+"""Charts of measurements with matplotlib, an optional dependency that is imported only here."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _COLOURS = {"ours": "#1f6fb2", "fio": "#b8692f", "peer": "#8a8f98", "limit": "#c
 
 
 def problem_of(path: Path) -> str | None:
-    """Return why nothing can be drawn into a file, before anything is measured; None where it can."""
+    """Return why a chart cannot be written to a file, or None if it can. Call this before the measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         return "needs matplotlib; install it with: pip install 'tensorferry[plot]'"
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        return f"{str(path)!r} ends neither in .png nor in .svg or .pdf"
+        return f"{str(path)!r} does not end in .png, .svg or .pdf"
     if path.is_dir() or not path.parent.is_dir():
-        return f"{str(path)!r} is not a file in a folder that there is"
+        return f"{str(path)!r} is a folder, or its folder does not exist"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{str(path)!r} cannot be written"
     return None
 
 
 def draw(comparisons: Mapping[str, Comparison], path: Path) -> None:
-    """Draw medians as bars and ranges as whiskers, a panel for each comparison by its title, into a file."""
+    """Draw a chart to a file, with one panel for each comparison. Bars are medians, whiskers are ranges."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -57,7 +57,6 @@ def draw(comparisons: Mapping[str, Comparison], path: Path) -> None:
         panel.set_xlabel(comparison.unit, fontsize=9)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    with rc_context(
-        {"svg.hashsalt": "tensorferry", "svg.fonttype": "none"}
-    ):  # the same figures make the same file
+    # A fixed hash salt and no date make the file reproducible for the same figures.
+    with rc_context({"svg.hashsalt": "tensorferry", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,4 +1,4 @@
-"""What a machine can do for a path, why not more, and what helps: the facts of ``tensorferry report``."""
+"""The facts of ``tensorferry report``: what a machine supports for a path, what limits it, and advice."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tensorferry.tuning.machine.probe import Facts, attempt, is_unknown
 
 
 def report(path: Path) -> Facts:
-    """Look at everything that decides how fast files at a path can be moved, and say what would help.
+    """Collect everything that affects how fast files at a path can be transferred, and derive advice.
 
-    It takes as long as importing torch and DeepSpeed and starting CUDA, at most about two minutes, and writes one page
-    to the path's file system, in a file without a name.
+    Importing torch and DeepSpeed and starting CUDA take most of the time, at most about two minutes. The call writes
+    one page to the path's file system, in an unnamed file.
 
     Parameters
     ----------
@@ -37,18 +37,19 @@ def report(path: Path) -> Facts:
     Returns
     -------
     Facts
-        Ready for JSON. What could not be found out is ``{"unknown": reason}``; ``advice`` is a list, most important
-        first, of level, about, finding, meaning and remedy.
+        A dict for JSON. A fact that could not be determined is ``{"unknown": reason}``. ``advice`` is a list, most
+        important first, of dicts with level, about, finding, meaning and remedy.
 
     Raises
     ------
     OSError
-        There is no such path, or it cannot be reached.
+        The path does not exist, or cannot be accessed.
     """
     path = Path(os.path.realpath(path, strict=True))
-    with ExitStack() as inquiries:
-        asked = {
-            name: inquiries.enter_context(asking(name)) for name in ("cuda", "torch", "deepspeed")
+    # The child processes import libraries while this process collects the other facts.
+    with ExitStack() as children:
+        pending = {
+            name: children.enter_context(asking(name)) for name in ("cuda", "torch", "deepspeed")
         }
         system = attempt(storage.file_system, path)
         facts: Facts = {
@@ -70,7 +71,7 @@ def report(path: Path) -> Facts:
             "gpudirect_storage": gpus.gpudirect_storage(),
             "libraries": {"numpy": attempt(lambda: {"version": version("numpy")})},
         }
-        answers = {name: answer(TIMEOUT_SECONDS) for name, answer in asked.items()}
+        answers = {name: answer(TIMEOUT_SECONDS) for name, answer in pending.items()}
     cuda = answers.pop("cuda")
     facts["gpu"]["cuda"] = cuda if is_unknown(cuda) else cuda["driver"]
     facts["gpudirect_storage"]["cufile"] = cuda if is_unknown(cuda) else cuda["cufile"]
@@ -95,15 +96,20 @@ def _chosen_engine() -> str:
 
 
 def _profile(path: Path) -> Facts:
-    """Return where profiles are kept (None: switched off) and the settings for a path, by what they are for."""
+    """Return the file of profiles (None if disabled), and the settings that are stored in it for a path.
+
+    The key of settings is their use: the direction and the kind of memory.
+    """
     file = profiles_path()
     found = None
     if file is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what is wrong with the file becomes the reason
-            known_ones = profiles.load(Path(file))
+            warnings.simplefilter(
+                "error"
+            )  # a warning about the file becomes the reason of an unknown fact
+            stored = profiles.load(Path(file))
         found = {
             " ".join(each.use): dataclasses.asdict(each.settings)
-            for each in profiles.profiles_of(profiles.file_system_of(path), known_ones)
+            for each in profiles.profiles_of(profiles.file_system_of(path), stored)
         }
     return {"file": file, "settings": found or None}

@@ -1,8 +1,9 @@
-"""What is measured beside each other: contenders take turns in rounds, and ratios are those of the same round.
+"""Comparisons of several ways to do the same work, which are called contenders: tensorferry, fio, plain Python, ...
 
-Each is measured once in each round, in an order that changes, so that neither a disturbance of the machine nor what the
-one before left behind hits one of them alone. Figures are medians; between the smallest and the largest all samples
-lie. A contender that fails keeps its message and leaves the later rounds; the others go on.
+In each round, every contender is measured once, in an order that changes from round to round. So a disturbance of the
+machine, or the after-effects of a measurement on the next one, cannot affect always the same contender. Contenders are
+compared by the ratio of their values in the same round. Figures are medians, with the range of all samples. If a
+contender fails, its error message is kept, and it is left out of the later rounds.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 GB = 1e9
-_RATES = ("GB/s", "kIOPS")  # of which more is better; of times, sizes and parts less
+_RATES = ("GB/s", "kIOPS")  # higher is better for these units, lower for all others
 
+# The kind of a contender: tensorferry, fio, another program or library, or an upper bound for all of them.
 Kind = Literal["ours", "fio", "peer", "limit"]
 
 
 class MeasurementError(Exception):
-    """A contender returned an error, or moved other bytes than it was asked to."""
+    """A contender returned an error, or transferred wrong bytes."""
 
 
 class Estimate(float):
-    """The median of some numbers, and between which values all of them lie."""
+    """The median of several numbers, with the lowest and the highest of them."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Estimate:
-        """Return it of one number or more."""
-        known = sorted(values)
-        made = cls(statistics.median(known))
-        made.low, made.high = known[0], known[-1]
-        return made
+        """Return the estimate for one or more numbers."""
+        ordered = sorted(values)
+        estimate = cls(statistics.median(ordered))
+        estimate.low, estimate.high = ordered[0], ordered[-1]
+        return estimate
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement."""
+    """One measurement. ``value`` is in the unit of the comparison."""
 
     value: float
     seconds: float
@@ -55,7 +57,7 @@ class Sample:
 
     @property
     def cpu_seconds_per_gb(self) -> float | None:
-        """Processor time for each 10^9 bytes."""
+        """The CPU seconds for each 10^9 bytes."""
         if self.cpu_seconds is None or not self.nbytes:
             return None
         return self.cpu_seconds / (self.nbytes / GB)
@@ -68,14 +70,17 @@ def throughput(
     peak_growth_nbytes: int | None = None,
     **details: Any,
 ) -> Sample:
-    """Return the sample whose value is GB/s."""
+    """Return a sample with GB/s as its value."""
     value = nbytes / GB / max(seconds, 1e-9)
     return Sample(value, seconds, nbytes, cpu_seconds, peak_growth_nbytes, details)
 
 
 @dataclass
 class Contender:
-    """One way to do a comparison's work. ``measure`` gets the round, counted from 0."""
+    """One way to do the work of a comparison. ``measure`` is called with the number of the round, from 0.
+
+    ``tags`` are words by which :meth:`Comparison.best` selects contenders.
+    """
 
     label: str
     kind: Kind
@@ -95,30 +100,30 @@ class Row:
 
     @property
     def usable(self) -> bool:
-        """Whether it was measured."""
+        """Whether the contender has samples and did not fail."""
         return self.failure is None and bool(self.samples)
 
     @property
     def median(self) -> Estimate:
-        """The median of its values."""
+        """The median of the samples' values."""
         return Estimate.of(sample.value for sample in self.samples)
 
     @property
     def cpu_seconds_per_gb(self) -> float | None:
-        """The median of its processor time for each 10^9 bytes."""
+        """The median of the samples' CPU seconds for each 10^9 bytes."""
         values = [v for s in self.samples if (v := s.cpu_seconds_per_gb) is not None]
         return statistics.median(values) if values else None
 
     @property
     def peak_growth_nbytes(self) -> int | None:
-        """The most by which its memory grew."""
+        """The largest growth of the process's memory in any sample."""
         values = [v for s in self.samples if (v := s.peak_growth_nbytes) is not None]
         return max(values) if values else None
 
 
 @dataclass
 class Comparison:
-    """Contenders that did the same work by the same rules."""
+    """The rows of contenders that did the same work. ``rules`` describes the conditions of the work, for the reader."""
 
     name: str
     rules: str
@@ -127,60 +132,60 @@ class Comparison:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether more of the unit is better."""
+        """Whether higher values are better."""
         return self.unit in _RATES
 
     def row(self, label: str) -> Row | None:
-        """Return the row of a contender that was measured."""
+        """Return the row of a contender, or None if it has no usable measurements."""
         return next((row for row in self.rows if row.label == label and row.usable), None)
 
     def best(self, kind: Kind, *tags: str) -> Row | None:
-        """Return the row of a kind, with all these tags, whose median is best."""
+        """Return the row with the best median of all contenders that are of a kind and have all the tags."""
         rows = self._rows(kind, *tags)
         better = max if self.higher_is_better else min
         return better(rows, key=lambda row: row.median, default=None)
 
     def least_cpu(self, kind: Kind, *tags: str) -> Row | None:
-        """Return the row of a kind, with all these tags, that needs least processor time."""
+        """Return the row with the least CPU time of all contenders that are of a kind and have all the tags."""
         rows = [row for row in self._rows(kind, *tags) if row.cpu_seconds_per_gb]
         return min(rows, key=lambda row: row.cpu_seconds_per_gb or 0.0, default=None)
 
     def over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
-        """Return one contender over another, round by round; None where either is missing."""
+        """Return the ratio of two contenders' values, round by round, or None if either is missing."""
         return self._ratio(ours, theirs, lambda sample: sample.value)
 
     def cpu_over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
-        """Return the same of CPU seconds for each GB."""
+        """Return the ratio of two contenders' CPU seconds for each GB, round by round, or None if either is missing."""
         return self._ratio(ours, theirs, lambda sample: sample.cpu_seconds_per_gb)
 
     def above(self, ours: str, theirs: str | Row | None) -> Estimate | None:
-        """Return one contender less another, round by round; None where either is missing."""
+        """Return the difference of two contenders' values, round by round, or None if either is missing."""
         pairs = self._pairs(ours, theirs, lambda sample: sample.value)
         return Estimate.of(a - b for a, b in pairs) if pairs else None
 
     def median(self, label: str) -> Estimate | None:
-        """Return a contender's median, None where it is missing."""
+        """Return a contender's median, or None if it is missing."""
         row = self.row(label)
         return row.median if row else None
 
     def over_sum(self, ours: str, theirs: Sequence[str]) -> float | None:
-        """Return a median over the sum of others, None where one is missing."""
+        """Return the ratio of one contender's median to the sum of the others' medians, or None if one is missing."""
         medians = [self.median(label) for label in (ours, *theirs)]
         if any(median is None for median in medians):
             return None
         return (medians[0] or 0.0) / sum(median or 0.0 for median in medians[1:])
 
-    def described(self, row: Row | None, what: str = "best fio") -> str:
-        """Say which row is meant by what, and what it reached."""
+    def describe(self, row: Row | None, what: str = "best fio") -> str:
+        """Return a text with ``what``, which is the row's role in the comparison, and the row's label and median."""
         return f"{what}: {row.label}, {row.median:.2f} {self.unit}" if row else f"no {what}"
 
     def sorted_rows(self) -> list[Row]:
-        """Return all that were measured, the best one first."""
+        """Return all usable rows, the best one first."""
         rows = [row for row in self.rows if row.usable]
         return sorted(rows, key=lambda row: row.median, reverse=self.higher_is_better)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every sample, ready for JSON."""
+        """Return a dict with all samples for JSON."""
         return {
             "name": self.name,
             "rules": self.rules,
@@ -227,21 +232,22 @@ def take_turns(
     comparison: Comparison,
     contenders: Sequence[Contender],
     rounds: int,
-    told: Callable[[str, int, int], None] = lambda *_: None,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Comparison:
-    """Measure every contender in rounds, each in an order of its own, and fill the comparison's rows.
+    """Measure all contenders in rounds, each round in a different order, and fill the comparison's rows.
 
-    ``told`` is told what is measured next, and how many of how many measurements are done.
+    ``on_progress`` is called with a description of the next measurement, the number of measurements done, and the
+    total.
     """
     comparison.rows = [Row(c.label, c.kind, c.tags) for c in contenders]
     done = 0
     for number in range(rounds):
         order = list(zip(contenders, comparison.rows, strict=True))
-        # The first round's is the one given: what one measures, another may need to know.
+        # The first round has the given order, because a contender may need results of an earlier one.
         if number:
             random.Random(number).shuffle(order)
         for contender, row in order:
-            told(f"{comparison.name} {contender.label}", done, rounds * len(order))
+            on_progress(f"{comparison.name} {contender.label}", done, rounds * len(order))
             done += 1
             if row.failure is None:
                 try:

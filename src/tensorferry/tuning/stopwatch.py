@@ -1,4 +1,4 @@
-"""One operation's cost inside a process: seconds, CPU seconds and growth of peak memory."""
+"""The cost of an operation within a process: seconds, CPU seconds and growth of peak memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 class Stopwatch:
-    """Context manager that measures the whole process while its body runs.
+    """A context manager that measures the whole process while its block runs.
 
-    CPU seconds are user and system time of all threads, the kernel's io_uring workers included. The peak is
-    ``VmHWM``, reset before; its growth is over what was resident at the start. ``started`` and ``ended`` are seconds
-    of the monotonic clock, which all processes of a machine share.
+    ``cpu_seconds`` is the user and system time of all threads, including the kernel's io_uring workers. ``peak_nbytes``
+    is the peak of the resident memory within the block (``VmHWM``, which is reset at the start), and
+    ``peak_growth_nbytes`` is its difference from the resident memory at the start. ``started`` and ``ended`` are
+    seconds of the monotonic clock, which all processes of a machine share.
     """
 
     started = 0.0
@@ -24,7 +25,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """How long the body took."""
+        """The duration of the block in seconds."""
         return self.ended - self.started
 
     def __enter__(self) -> Stopwatch:
@@ -47,7 +48,7 @@ def _cpu_seconds() -> float:
 
 
 def _reset_peak() -> int | None:
-    """Set VmHWM back to what is resident now, and return that; None where the kernel cannot."""
+    """Reset VmHWM to the current resident memory, and return this size, or None if the kernel does not support it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmHWM")

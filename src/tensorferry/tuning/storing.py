@@ -1,4 +1,8 @@
-"""Keeping what was found: the file of profiles changes as a whole, where its links lead, and keeps its permissions."""
+"""Writing the file of profiles. It is replaced atomically, through symbolic links, and keeps its permissions.
+
+A profile has the settings for one file system and one use. A use is a direction ("write" or "read") with a kind of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -21,37 +25,37 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path) -> None:
-    """Find out whether profiles can be saved in a file, before it takes minutes to find one.
+    """Check that profiles can be saved to a file, before minutes are spent on measurements.
 
     Raises
     ------
     OSError
-        They cannot.
+        The profiles cannot be saved.
     """
     target = _target(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
         if os.path.lexists(target) and not target.is_file():
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
     except OSError as problem:
         raise OSError(problem.errno, problem.strerror, str(path)) from None
 
 
 def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None]) -> list[Use]:
-    """Keep the profiles found for some uses of a file system, and drop earlier ones where None was found.
+    """Store the profiles for some uses of a file system. For a use with None in ``found``, drop the stored profile.
 
-    A file that cannot be read is kept under another name.
+    A file with invalid content is renamed, and a new one is written.
 
     Returns
     -------
     list
-        The uses of which a profile was dropped.
+        The uses with a dropped profile.
 
     Raises
     ------
     OSError
-        It cannot be written; the old one stays.
+        The file cannot be written. The old one remains.
     """
     path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,11 @@ def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None])
         except ValueError as problem:
             kept = path.with_name(f"{path.stem[:40]}.unusable")
             path.replace(kept)
-            warnings.warn(f"{path}: {problem}; kept as {kept}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{path}: the file of profiles is invalid ({problem}); it was renamed to {kept}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             profiles = []
         old = [p for p in profiles if p.file_system.is_same(file_system) and p.use in found]
         new = [profile for profile in found.values() if profile is not None]
@@ -73,14 +81,14 @@ def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None])
 
 
 def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
-    """Remove one file system's profile from a file, or all with the file itself; return what was removed.
+    """Remove the profiles of a file system, or all profiles with the file itself. Return the removed profiles.
 
     Raises
     ------
     OSError
-        It cannot be changed, or is no regular file.
+        The file cannot be changed, or is not a regular file.
     ValueError
-        It holds no profiles, and one file system's was asked for.
+        The file has invalid content, and a file system was given.
     """
     path = _target(path)
     if not os.path.lexists(path):
@@ -100,12 +108,12 @@ def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
 
 
 def _target(path: Path) -> Path:
-    """Return where links lead; Path.resolve would raise RuntimeError where they lead in a circle."""
+    """Resolve symbolic links. Path.resolve() would raise RuntimeError for a loop of links."""
     return Path(os.path.realpath(path))
 
 
 def _replace(path: Path, profiles: list[Profile]) -> None:
-    """Replace the file as a whole, with its permissions, or remove it: readers see the old one or the new one."""
+    """Replace the file atomically, and keep its permissions. Remove it if there are no profiles."""
     if not profiles:
         path.unlink()
         return
@@ -115,7 +123,7 @@ def _replace(path: Path, profiles: list[Profile]) -> None:
 
 
 class _TextFile(Target):
-    """A place whose file is written by Python: our own writes would begin to go by the profiles before these."""
+    """A file target that Python writes. A write by tensorferry would itself use the profiles that are replaced here."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._text = text
@@ -136,12 +144,12 @@ class _TextFile(Target):
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep others from changing the file between reading and replacing it. The lock goes with the descriptor."""
+    """Lock the directory. This keeps other processes from replacing the file between reading and replacing it here."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems lock no directories
+        except OSError as error:  # some network file systems do not support locks on directories
             if error.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
         yield

@@ -1,6 +1,6 @@
-"""Tuning: from folders to what is proven for their drives, to profiles that are used from then on.
+"""Tuning: measures the drives behind folders, and stores profiles with settings that are proven to be faster.
 
-Each drive, each direction and each kind of memory is decided on by itself. Where nothing is proven, nothing is stored.
+There is a separate decision for each drive, each direction and each kind of memory. Without proof nothing is stored.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB
-SECONDS = 45.0  # for a drive, both directions together
+SECONDS = 45.0  # the time of measurements for each drive, both directions together
 QUICK_SECONDS = 10.0
 
-# A file is as large as the drive moves in so long, as far as there is room: it should fill queues several times.
+# The file size is what the drive transfers in this time, if there is enough space. It should fill the queues several
+# times.
 _MEASURED_SECONDS = 0.02
 _ENOUGH_NBYTES, _LARGEST_NBYTES = 64 * _MIB, 1024 * _MIB
 _PROBES = 3
-_DOZEN = 12
+_DOZEN = 12  # with more candidates than this, the time for measurements is increased in proportion
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to tune, and how."""
+    """The parameters of a tuning."""
 
     folders: tuple[Path, ...]
     directions: tuple[str, ...] = ("write", "read")
-    candidates: tuple[Settings, ...] = ()  # none: about a dozen
-    nbytes: int | None = None  # of each file; None: as the drive's speed asks for
-    seconds: float = SECONDS  # of measurements, for each folder
-    gpus: tuple[int | None, ...] = (None,)  # whose memory is moved, folder by folder in turn
-    gds: bool = False  # as gds_handle does
-    cufile: bool = False  # which then moves it past the host's memory
+    candidates: tuple[Settings, ...] = ()  # empty: the default candidates, about a dozen
+    nbytes: int | None = None  # the size of each file; None: chosen by the drive's speed
+    seconds: float = SECONDS  # the time of measurements for each folder
+    gpus: tuple[int | None, ...] = (None,)  # assigned to the folders in turn; None: host memory
+    gds: bool = False  # transfer GPU memory as gds_handle does
+    cufile: bool = False  # gds_handle uses cuFile, which bypasses host memory
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was decided for one direction of one folder's drive."""
+class Finding:
+    """The decision for one direction of one folder's drive."""
 
     folder: Path
     file_system: profiles.FileSystem
     direction: str
     memory: str
     decision: Decision
-    rates: dict[str, float]  # of what was chosen, in bytes a second
+    rates: dict[str, float]  # the rates of the chosen settings, in bytes per second
     default_rates: dict[str, float]
 
     def profile(self) -> profiles.Profile | None:
-        """Return what is to be stored; None where nothing is."""
+        """Return the profile to store, or None."""
         decision = self.decision
         if decision.chosen == decision.default or self.file_system.type in IN_MEMORY:
             return None
@@ -81,7 +82,7 @@ class Found:
         return profiles.Profile(self.file_system, decision.chosen, *use, found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
+        """Return a dict for JSON."""
         decision = self.decision
         return {
             "folder": str(self.folder),
@@ -98,34 +99,35 @@ class Found:
 
 @dataclass
 class Result:
-    """What came out, of all folders."""
+    """The results for all folders."""
 
     job: Job
     default: Settings
-    found: list[Found] = field(default_factory=list)
+    found: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
     measurements: list[dict[str, Any]] = field(default_factory=list)
-    stored_for: list[str] = field(default_factory=list)  # mount point, direction and memory
-    dropped_for: list[str] = field(
+    stored_for: list[str] = field(
         default_factory=list
-    )  # had a profile that is not proven any more
-    not_stored: str | None = None  # why what was to be stored could not be
+    )  # mount points, each with direction and memory
+    # The mount points, directions and memory of profiles that were dropped, because they are no longer proven.
+    dropped_for: list[str] = field(default_factory=list)
+    not_stored: str | None = None  # the error if profiles could not be stored
 
     @property
     def settings(self) -> Settings:
-        """One answer for programs that take only one, such as DeepSpeed."""
+        """The settings for programs that use the same settings for everything, such as DeepSpeed."""
         decisions = [each.decision for each in self.found]
         speedups = [each.speedups for each in decisions]
         return common(self.default, speedups, [each.chosen for each in decisions])
 
     def deepspeed(self) -> dict[str, Any]:
-        """Return what DeepSpeed's configuration should have."""
+        """Return the section for DeepSpeed's configuration."""
         more = {"use_gds": True} if self.job.gds else {}
         return {"aio": self.settings.as_deepspeed() | more}
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """Return by direction the bytes in a second of what was chosen, of all drives together."""
+        """Return the total bytes per second of all drives with the chosen settings, for each direction."""
         return {
             direction: {
                 name: sum(each.rates[name] for each in self.found if each.direction == direction)
@@ -135,7 +137,7 @@ class Result:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON knows it; rates are in bytes a second."""
+        """Return a dict for JSON. Rates are in bytes per second."""
         names = ("seconds", "warnings", "measurements", "stored_for", "dropped_for")
         return {name: getattr(self, name) for name in names} | {
             "tensorferry": tensorferry.__version__,
@@ -148,65 +150,68 @@ class Result:
 
 
 class Progress:
-    """How far a run has come: what it does, its share of the whole, and how long the rest takes at most."""
+    """The progress of a run: a description, the share that is done, and an upper bound for the remaining time.
 
-    def __init__(self, job: Job, told: Callable[[Progress], None]) -> None:
+    A run has one part for each direction of each folder.
+    """
+
+    def __init__(self, job: Job, on_progress: Callable[[Progress], None]) -> None:
         self.what = "preparing"
         self._parts = len(job.folders) * len(job.directions)
         self._done, self._share_of_part = 0, 0.0
         self._expected_seconds = len(job.folders) * job.seconds
         self._begin = time.perf_counter()
-        self._told = told
-        told(self)
+        self._on_progress = on_progress
+        on_progress(self)
 
     @property
     def share(self) -> float:
-        """The share of the whole that is done."""
+        """The share of the run that is done."""
         return min(1.0, (self._done + self._share_of_part) / self._parts)
 
     @property
     def seconds_left(self) -> float:
-        """How long the rest takes, if no drive is decided on early."""
+        """The remaining time, if no part ends early."""
         elapsed = time.perf_counter() - self._begin
-        guessed = self._expected_seconds * (1 - self.share)
+        planned = self._expected_seconds * (1 - self.share)
         return (
-            max(guessed, elapsed / self.share * (1 - self.share)) if self.share > 0.1 else guessed
+            max(planned, elapsed / self.share * (1 - self.share)) if self.share > 0.1 else planned
         )
 
-    def part(self, what: str) -> Callable[[float], None]:
-        """Hear that the next part begins; what is returned is told how far it is."""
+    def begin_part(self, what: str) -> Callable[[float], None]:
+        """Begin the next part. Return a function that is called with the share of the part that is done."""
         self.what = what
-        self._told(self)
+        self._on_progress(self)
 
-        def told(share: float) -> None:
+        def set_share(share: float) -> None:
             self._share_of_part = share
-            self._told(self)
+            self._on_progress(self)
 
-        return told
+        return set_share
 
-    def part_ends(self) -> None:
-        """Hear that it is decided, perhaps early."""
+    def end_part(self) -> None:
+        """End the current part, possibly early."""
         self._done, self._share_of_part = self._done + 1, 0.0
 
 
-def tune(job: Job, told: Callable[[Progress], None], *, save: bool = True) -> Result:
-    """Find what is faster than the default settings on the drives behind some folders, and keep it as profiles.
+def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True) -> Result:
+    """Find settings that are faster than the default on the drives behind folders, and store them as profiles.
 
     Parameters
     ----------
     job : Job
-        What to tune.
-    told : callable
-        Is told of each step.
+        The parameters.
+    on_progress : callable
+        Called after each step.
     save : bool
-        Store what is proven, and drop earlier profiles for the same that are not any more.
+        Whether to store proven settings, and drop stored profiles for the same use that are no longer proven.
 
     Raises
     ------
     OSError
         A folder or the file of profiles cannot be written, a disk is full, or a drive fails.
     MemoryError
-        There is no memory for the data.
+        The memory for the data cannot be allocated.
     """
     begin = time.perf_counter()
     path = runtime.profiles_path()
@@ -217,19 +222,19 @@ def tune(job: Job, told: Callable[[Progress], None], *, save: bool = True) -> Re
     if job.cufile:
         default = dataclasses.replace(default, engine=CUFILE)
     result = Result(job, default)
-    progress = Progress(job, told)
+    progress = Progress(job, on_progress)
     seen: list[tuple[profiles.FileSystem, int | None]] = []
     for number, folder in enumerate(job.folders):
         system, gpu = profiles.file_system_of(folder), job.gpus[number % len(job.gpus)]
         if any(system.is_same(other) and gpu == used for other, used in seen):
-            result.warnings.append(f"{folder}: left out, of a file system that was named before")
+            result.warnings.append(f"{folder}: skipped, because its file system is tuned already")
             continue
         seen.append((system, gpu))
         _tune_folder(result, folder, system, gpu, progress)
     if save and job.cufile:
-        result.warnings.append("not stored: gds_handle takes its settings from you")
+        result.warnings.append("not stored: gds_handle uses only explicit settings")
     elif save and path is None:
-        result.warnings.append("not stored: TENSORFERRY_PROFILES=0 switches profiles off")
+        result.warnings.append("not stored: profiles are disabled by TENSORFERRY_PROFILES=0")
     if store is not None:
         _store(result, store)
     result.seconds = time.perf_counter() - begin
@@ -246,17 +251,19 @@ def _tune_folder(
     job, default = result.job, result.default
     nbytes = job.nbytes or _suitable_nbytes(folder, gpu, job, default)
     with Drive(folder, nbytes, gpu, gds=job.gds) as drive:
-        drive.measure(default, "write")  # from now on all of it is real
+        drive.measure(
+            default, "write"
+        )  # allocates all blocks: reads of unwritten blocks would be too fast
         drive.samples.clear()
         result.warnings += _warnings(folder, system, drive)
         tried = usable(job.candidates or candidates(default), drive, result.warnings)
         for direction in job.directions:
-            part = progress.part(f"{folder}: {direction}")
-            decision = decide_for(drive, direction, tried, default, job, part)
-            progress.part_ends()
+            set_share = progress.begin_part(f"{folder}: {direction}")
+            decision = decide_for(drive, direction, tried, default, job, set_share)
+            progress.end_part()
             rates = [drive.rates(each, direction) or {} for each in (decision.chosen, default)]
             use = direction, drive.memory
-            result.found.append(Found(folder, system, *use, decision, *rates))
+            result.found.append(Finding(folder, system, *use, decision, *rates))
         result.measurements += [{"folder": str(folder)} | each for each in drive.measurements()]
 
 
@@ -266,21 +273,21 @@ def decide_for(
     tried: Sequence[Settings],
     default: Settings,
     job: Job,
-    told: Callable[[float], None],
+    on_progress: Callable[[float], None],
 ) -> Decision:
-    """Decide for one direction of a drive, in its share of the time."""
+    """Decide for one direction of a drive, within its share of the time."""
     seconds = job.seconds * max(1.0, len(tried) / _DOZEN) / len(job.directions)
-    return decide(tried, default, lambda each: drive.measure(each, direction), seconds, told)
+    return decide(tried, default, lambda each: drive.measure(each, direction), seconds, on_progress)
 
 
 def usable(tried: Sequence[Settings], drive: Drive, warnings: list[str]) -> list[Settings]:
-    """Return the settings that can be had here: each is used once, outside of what counts."""
+    """Return the settings with an available engine. Each is tried with one read, which also warms up."""
     found = []
     for settings in tried:
         try:
             drive.measure(settings, "read")
         except EngineUnavailableError as refusal:
-            warnings.append(f"left out: {settings}: {refusal}")
+            warnings.append(f"skipped: {settings}: {refusal}")
         else:
             found.append(settings)
     drive.samples.clear()
@@ -288,7 +295,7 @@ def usable(tried: Sequence[Settings], drive: Drive, warnings: list[str]) -> list
 
 
 def _suitable_nbytes(folder: Path, gpu: int | None, job: Job, default: Settings) -> int:
-    """Return a file size that takes long enough to be timed, and leaves the drive and the memory room for others."""
+    """Return a file size that takes long enough to be measured, and leaves space and memory for other programs."""
     largest = largest_nbytes(folder, gpu)
     probe = max(SMALLEST_NBYTES, min(_ENOUGH_NBYTES, largest))
     with Drive(folder, probe, gpu, gds=job.gds) as drive:
@@ -309,25 +316,28 @@ def _warnings(folder: Path, system: profiles.FileSystem, drive: Drive) -> list[s
         warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
     elif not drive.direct:
         warnings.append(
-            f"{folder}: direct I/O does not work: writes include making them durable, reads may come from a cache"
+            f"{folder}: direct I/O does not work: writes include a sync, and reads may come from a cache"
         )
     if drive.nbytes < _ENOUGH_NBYTES:
         mib = drive.nbytes // _MIB
         warnings.append(
-            f"{folder}: with {mib} MiB of data only, the figures are rough (more free space or memory helps)"
+            f"{folder}: with only {mib} MiB of data, the figures are inaccurate (remedy: more free space or memory)"
         )
     return warnings
 
 
 def _store(result: Result, store: Path) -> None:
-    """Store what is proven for file systems that are drives; drop what is not."""
+    """Store the proven profiles of all file systems, and drop those that are no longer proven."""
     for folder in dict.fromkeys(each.folder for each in result.found):
         found = [each for each in result.found if each.folder == folder]
         profiles_found = {(each.direction, each.memory): each.profile() for each in found}
         system = found[0].file_system
         try:
             dropped = storing.store(store, system, profiles_found)
-        except (OSError, ValueError) as error:  # what was found is still worth printing
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # not raised, because the results must still be printed
             result.not_stored = f"{store}: {getattr(error, 'strerror', None) or error}"
             return
         stored = [use for use, profile in profiles_found.items() if profile is not None]

@@ -1,8 +1,9 @@
-"""Processes that do the work of a measurement: a crash of one is an answer, not our end, and all go when we do.
+"""Worker processes for measurements. The crash of a worker is reported as an error, and workers end with their parent.
 
-A worker makes an object of a class that is named by its module, and then calls one method of it after the other. It
-lives as long as its standard input is open; where its parent was killed, the object's ``orphaned`` cleans up. Workers
-do not hear Ctrl-C, SIGTERM and SIGHUP, which go to a whole terminal: their parent ends them.
+A worker creates an object of a class, given as "module:Class". It then calls the object's methods, one at a time, as
+its parent requests. The worker ends when its standard input is closed. If the parent was killed, the worker calls the
+object's ``on_orphaned`` to clean up.
+Workers ignore Ctrl-C, SIGTERM and SIGHUP, which a terminal sends to the whole process group: their parent ends them.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_LEAVE_SECONDS = 20.0
+_EXIT_SECONDS = 20.0
 _CALL_SECONDS_MAX = 3600.0
 _SERVE = "from tensorferry.tuning.workers import serve; serve()"
 
 
 class WorkerError(Exception):
-    """A worker's call failed, or its process died; the message says why."""
+    """A worker's call failed, or its process died. The message has the reason."""
 
 
 class UnavailableError(Exception):
-    """A tool, library or right that a measurement needs is missing; the message says which."""
+    """A tool, library or permission that a measurement needs is missing. The message names it."""
 
 
 class Worker:
-    """A process, started by its first call.
+    """A worker process, which is started by the first call.
 
     Parameters
     ----------
     target : str
-        "module:Class"; what follows are its arguments.
+        "module:Class". The other arguments are those of the class.
     environment : dict
-        Variables for the process.
+        Additional environment variables for the process.
     """
 
     def __init__(
         self, target: str, *arguments: Any, environment: dict[str, str] | None = None, **named: Any
     ) -> None:
-        self._made_of = target, arguments, named
+        self._constructor_call = target, arguments, named
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._unavailable: str | None = None
@@ -62,15 +63,15 @@ class Worker:
         Raises
         ------
         WorkerError
-            It raised, or the process died.
+            The method raised, or the process died.
         UnavailableError
-            The object cannot be made here.
+            The object cannot be created on this machine.
         """
         self.begin(name, *arguments, **named)
         return self.end()
 
     def begin(self, name: str, *arguments: Any, **named: Any) -> None:
-        """Begin to call a method; :meth:`end` returns its result."""
+        """Begin a call of a method. :meth:`end` returns its result."""
         if self._unavailable:
             raise UnavailableError(self._unavailable)
         if self._process is None:
@@ -78,17 +79,17 @@ class Worker:
         self._send((name, arguments, named))
 
     def end(self) -> Any:
-        """Wait for the call to end."""
+        """Wait for the call, and return its result."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
         timer = threading.Timer(_CALL_SECONDS_MAX, process.kill)
-        timer.daemon = True  # Ctrl-C may come before the next line
+        timer.daemon = True  # if Ctrl-C interrupts before the `try`, the timer must not keep this process alive
         try:
             timer.start()
             kind, answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise WorkerError(self._how_it_died()) from None
+            raise WorkerError(self._exit_reason()) from None
         finally:
             timer.cancel()
         if kind == "unavailable":
@@ -100,13 +101,13 @@ class Worker:
         return answer
 
     def fileno(self) -> int:
-        """Return what becomes readable when the call has ended."""
+        """Return the descriptor that becomes readable when the call has ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def close(self, *, kill: bool = False) -> None:
-        """End the process: when its call has ended, or at once."""
+        """End the process after its current call or, with ``kill``, at once."""
         self._stop(kill)
         self._log.close()
 
@@ -118,16 +119,16 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             bufsize=0,
-            # Python files in the user's folder are not what is imported.
+            # PYTHONSAFEPATH keeps Python from importing files in the current folder.
             env=os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"} | self._environment,
         )
-        self._send(self._made_of)
+        self._send(self._constructor_call)
         self.end()
 
     def _send(self, message: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is noticed by end()
+        with contextlib.suppress(BrokenPipeError):  # if the process has died, end() reports it
             self._process.stdin.write(pickle.dumps(message))
 
     def _stop(self, kill: bool = False) -> None:
@@ -138,22 +139,24 @@ class Worker:
             process.kill()
         elif process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(pickle.dumps(None))  # it is not left alone, but done
+                process.stdin.write(
+                    pickle.dumps(None)
+                )  # a regular end, for which on_orphaned() is not called
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
         try:
-            process.wait(_LEAVE_SECONDS)
+            process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
-    def _how_it_died(self) -> str:
+    def _exit_reason(self) -> str:
         process, self._process = self._process, None
         assert process is not None
         code = process.wait()
         if code >= 0:
-            words = f"it left with exit status {code}"
+            words = f"it exited with status {code}"
         else:
             name = signal.Signals(-code).name
             words = f"it was killed by {name}"
@@ -170,7 +173,7 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
     Raises
     ------
     WorkerError
-        One raised, or its process died; it is told at once, whatever the others do.
+        A method raised, or a process died. This is raised at once, even if other calls have not ended.
     """
     for worker in workers:
         worker.begin(name, *arguments)
@@ -188,7 +191,7 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
 
 @contextlib.contextmanager
 def closing(workers: list[Worker]) -> Iterator[list[Worker]]:
-    """End all workers that are in the list by then; at once where something was raised."""
+    """End all workers in the list at the end of the block. Kill them if the block raises."""
     kill = True
     try:
         yield workers
@@ -199,12 +202,12 @@ def closing(workers: list[Worker]) -> Iterator[list[Worker]]:
 
 
 def serve() -> None:
-    """Answer calls until the parent closes the pipe: what a worker's process does."""
+    """Answer calls until the parent closes the pipe. This is the main function of a worker process."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not be mixed with the answers
     answer: tuple[str, Any] = "result", None
     served: Any = None
     try:
@@ -213,9 +216,9 @@ def serve() -> None:
         try:
             served = getattr(importlib.import_module(module), name)(*arguments, **named)
         except (UnavailableError, ImportError) as reason:
-            answer = "unavailable", _in_words(reason)
+            answer = "unavailable", _describe(reason)
         except Exception as error:
-            answer = "error", _in_words(error)
+            answer = "error", _describe(error)
         while True:
             answers.write(pickle.dumps(answer))
             answers.flush()
@@ -229,13 +232,13 @@ def serve() -> None:
                 answer = "error", str(reason)
             except Exception as error:
                 traceback.print_exc()
-                answer = "error", _in_words(error)
+                answer = "error", _describe(error)
     except (EOFError, BrokenPipeError):
-        if hasattr(served, "orphaned"):
-            served.orphaned()
+        if hasattr(served, "on_orphaned"):
+            served.on_orphaned()
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, (OSError, UnavailableError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

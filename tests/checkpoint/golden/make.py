@@ -1,12 +1,13 @@
-"""Make small checkpoints with another torch, and have it read ours. Needs torch alone, of 2.4 or later.
+"""Make small checkpoints with another version of torch, and read ours with it. Needs only torch, 2.4 or later.
 
     python -m venv /tmp/torch-2.4 && /tmp/torch-2.4/bin/pip install torch==2.4.1 numpy
     /tmp/torch-2.4/bin/python tests/checkpoint/golden/make.py write
     /tmp/torch-2.4/bin/python tests/checkpoint/golden/make.py read DIRECTORY
 
-`write` makes a folder beside this file, named like the version, with a checkpoint of torch.distributed.checkpoint and a
-file of torch.save. tests/checkpoint/test_versions.py reads all of them. `read` compares what tensorferry has written
-into DIRECTORY (`test_versions.py` says how) with what should be there, and exits with 1 if it differs.
+`write` makes a folder next to this file, with the version as its name. It has a checkpoint of
+torch.distributed.checkpoint and a file of torch.save. tests/checkpoint/test_versions.py reads all of them. `read`
+compares the files that tensorferry has written to DIRECTORY (see `test_versions.py`) with the expected values, and
+exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DTYPES = (
 
 
 def golden_state(version: str = str(torch.__version__)) -> dict[str, Any]:
-    """The same state whatever the version, in what it can save: numbers, not random ones."""
+    """Return the same state in every version of torch, with dtypes that it can save; the values are not random."""
 
     def count(*shape: int) -> torch.Tensor:
         return torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -107,7 +108,7 @@ def write(directory: Path) -> None:
 
 
 def read(directory: Path) -> list[str]:
-    """Load with this torch, and return what differs."""
+    """Load with this version of torch, and return the differences."""
     state = emptied(golden_state())
     dcp.load(state, storage_reader=dcp.FileSystemReader(directory / "checkpoint"))
     wrong = differences(state, golden_state())

@@ -1,1 +1,1 @@
-"""What only the stand-in driver can be made to do: errors, delays, counts of its calls."""
+"""Tests that need the stand-in driver: ordered errors, delays, and counts of its calls."""

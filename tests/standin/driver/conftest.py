@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def driver() -> Iterator[standin.StandIn]:
-    """The stand-in driver, without any orders or counts of tests before."""
+    """Return the stand-in driver, without orders and counts of earlier tests."""
     if not standin.chosen():
         pytest.skip("TENSORFERRY_LIBCUDA does not name the stand-in driver")
     control = standin.loaded()

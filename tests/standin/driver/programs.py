@@ -1,4 +1,4 @@
-"""What the driver's tests run in processes of their own: first uses that fail, and errors that stay."""
+"""Functions that the driver's tests run in separate processes: first uses that fail, and errors that persist."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NBYTES = 12_000_003
 
 @pytest.fixture
 def gds(driver: StandIn) -> Iterator[tensorferry.gds_handle]:
-    """A handle on the stand-in's cuFile."""
+    """Return a handle that uses the stand-in's cuFile."""
     with tensorferry.gds_handle() as handle:
         assert handle.engine == "cufile"
         yield handle
@@ -116,7 +116,7 @@ def test_an_error_of_cufile_is_reported_with_its_text(
         ("cuFileWrite", lambda: gds.sync_pwrite(array, path)),
         ("cuFileRead", lambda: (gds.async_pread(array, path), gds.wait())),
     ):
-        page_cache.make_cold(path)  # what is cached is read from there
+        page_cache.make_cold(path)  # cached bytes would be read from the page cache
         driver.fail(function, code, after=after)
         with pytest.raises(tensorferry.StorageError, match=f"cuFile error {code}") as caught:
             call()

@@ -1,4 +1,4 @@
-"""Each function of the driver fails in turn: an exact error, nothing hung or leaked, and all goes on afterwards."""
+"""Failures of each function of the driver: the error is exact, there are no hangs or leaks, and later calls work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 PROGRAMS = "tests.standin.driver.programs"
 ILLEGAL_ADDRESS = standin.CUDA_ERROR_ILLEGAL_ADDRESS
 OUT_OF_MEMORY = standin.CUDA_ERROR_OUT_OF_MEMORY
-# How many there are of what is made at need and kept for the next transfer depends on chance, up to this many.
+# Objects that are made on demand and kept for later transfers: their number depends on chance, up to these limits.
 POOLED = {"events": 64, "streams": 8}
 EXACT = ("registered_ranges", "registered_nbytes", "contexts_pushed", "allocations")
 
-# What every transfer calls, once all that is made at first use is there.
+# The driver's functions that every transfer calls, after the objects of the first use have been made.
 CALLED = [
     "cuStreamIsCapturing",
     "cuThreadExchangeStreamCaptureMode",
@@ -42,7 +42,7 @@ CALLED = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
 ]
-# Where a failure of these does not keep a transfer from its end, the transfer may succeed; events are asked again.
+# A transfer may succeed although one of these fails, if it can still end: events are queried again.
 MAY_SUCCEED = {
     "cuStreamIsCapturing",
     "cuThreadExchangeStreamCaptureMode",
@@ -56,7 +56,7 @@ OFFSET = 4099
 
 
 class Held:
-    """What the driver holds for us."""
+    """The numbers of the driver's objects that our code holds."""
 
     def __init__(self, driver: StandIn) -> None:
         self._driver = driver
@@ -73,7 +73,7 @@ class Held:
 
 @dataclass
 class Stage:
-    """Where one transfer is made to fail."""
+    """The objects of one transfer that is made to fail."""
 
     handle: tensorferry.aio_handle
     path: pathlib.Path
@@ -108,7 +108,7 @@ def test_a_call_that_fails_is_reported_and_nothing_else_happens(
     before = random_bytes(NBYTES + 2 * OFFSET)
     before.tofile(path)
     stage = Stage(make_handle(block_size=1 << 18), path, gpu.array(4096), gpu.array(NBYTES))
-    for warm_up in TRANSFERS.values():  # what is made once is there then
+    for warm_up in TRANSFERS.values():  # makes the objects of the first use
         warm_up(stage)
     held = Held(driver)
     for after in (0, 1, 4):

@@ -1,4 +1,4 @@
-"""What transfers wait for and what they do not, shown with kernels that end when the test lets them, and not before."""
+"""The operations that transfers wait for, and those that they do not: tested with kernels that a latch holds."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_kernels_that_never_end_hold_up_no_other_transfer(
     random_bytes: RandomBytes,
     held: int,
 ) -> None:
-    """More of them wait than workers, blocks in a queue, or buffers of pinned memory there are."""
+    """More transfers wait than there are workers, blocks in a queue, or buffers of pinned memory."""
     handle = make_handle(queue_depth=2)
     data = random_bytes(3_000_003)
     data.tofile(directory / "data")
@@ -172,7 +172,7 @@ def test_a_blocking_call_that_waits_for_a_kernel_holds_up_no_other_thread(
 def test_a_stream_is_given_up_without_waiting_for_kernels(
     driver: StandIn, gpu: Gpu, engine: str, directory: pathlib.Path
 ) -> None:
-    """Nothing of its arrays is being copied yet."""
+    """The copies of its arrays have not begun."""
     file = tensorferry.open(directory / "file", "w", engine=engine)
     stream = file.stream()
     with gpu.new_stream(), driver.held(array := gpu.array(1_000_003), 7):
@@ -247,7 +247,7 @@ def test_what_a_kernel_does_later_does_not_reach_a_file(
     directory: pathlib.Path,
     random_bytes: RandomBytes,
 ) -> None:
-    """A write waits for what was queued before it, and not for what is queued behind it on the same stream."""
+    """A write waits for earlier work on its stream, and not for later work."""
     handle = make_handle()
     data = random_bytes(5_000_003)
     array, other = gpu.array(data), gpu.array(16)

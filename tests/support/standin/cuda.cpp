@@ -1,8 +1,8 @@
 // A CUDA driver without a GPU: the functions of libcuda.so.1 that tensorferry calls, with the real
-// types and rules, over memory that is a device's as far as anyone can tell. Streams are queues that
-// threads of their own work off, so what is queued runs later, and reads and writes host memory only
-// then; device memory cannot be touched by its address, neither by code nor by the kernel. It is
-// strict where CUDA is lenient: host memory that is not registered makes an asynchronous copy fail.
+// types and rules, over memory that looks like a device's. Each stream is a queue with a separate
+// thread, so queued operations run later, and read and write host memory only then. Neither code nor
+// the kernel can access device memory by its address. The driver is stricter than CUDA: an
+// asynchronous copy fails if its host memory is not registered.
 #include <unistd.h>
 
 #include <algorithm>
@@ -342,7 +342,7 @@ STANDIN_API int cuStreamSynchronize(void* handle) {
   return stream->error;
 }
 
-// Which calls of this thread would break a capture somewhere; here nothing does.
+// The mode decides which calls of this thread may break a capture; in the stand-in no call does.
 STANDIN_API int cuThreadExchangeStreamCaptureMode(int* mode) {
   static thread_local int current = 0;
   return call("cuThreadExchangeStreamCaptureMode", kNothing, [&](State&) -> int {
@@ -384,7 +384,7 @@ STANDIN_API int cuEventRecord(void* handle, void* stream_handle) {
     if (!event || !stream || event->device != stream->device) return kInvalidHandle;
     if (stream->capture_status) return kCaptureUnsupported;
     const std::uint64_t number = ++event->recorded;
-    // The stream outlives what is queued on it: its thread holds it.
+    // The stream outlives its queued work, because its thread holds a reference.
     all.queue(stream, [&all, event, number, on = stream.get()] {
       const std::lock_guard lock(all.mutex);
       event->completed = std::max(event->completed, number);

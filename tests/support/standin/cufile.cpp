@@ -1,7 +1,7 @@
 // A cuFile without GPUDirect Storage: the functions of libcufile.so.0 that tensorferry calls, with the
-// real types and rules. It finds the stand-in driver's memory through standin.h, so what it transfers
-// goes from file to "GPU" without any memory of tensorferry's, as with nvidia-fs. It counts what a
-// real one would make slow (offsets and sizes that are not aligned) and refuses what would be wrong.
+// real types and rules. It finds the stand-in driver's memory through standin.h, so its transfers move
+// bytes between files and the "GPU" without any memory of tensorferry's, as with nvidia-fs. It counts
+// transfers that would be slow on a real one (unaligned offsets and sizes), and refuses wrong calls.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -93,7 +93,7 @@ constexpr std::size_t kTransferMax = 0x7ffff000;
 // A small number that a test ordered is CUDA's error.
 Error error_of(int code) { return code == 0 || code >= 5000 ? Error{code, 0} : Error{kCudaDriverError, code}; }
 
-// What cuFileRead and cuFileWrite return for an error: of cuFile, or else errno.
+// The result of cuFileRead and cuFileWrite for an error: cuFile's negative code, or -1 and errno.
 ssize_t failed(int code) {
   if (code >= 5000) return -code;
   errno = code;

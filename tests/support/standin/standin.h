@@ -1,6 +1,6 @@
 // How tests control the stand-in driver, and how its cuFile reaches its memory. Everything is C, so
 // that Python needs ctypes only and C++ tests may link against the library that the core opens as
-// well. Options, counters and failures are named by strings; the names stand in state.h.
+// well. Options, counters and failures are named by strings; state.h defines the names.
 #pragma once
 
 #include <cstddef>
@@ -8,20 +8,20 @@
 
 #define STANDIN_API extern "C" __attribute__((visibility("default")))
 
-// Clears options, failures and counts, releases latches, and waits for all that is queued. What is
-// allocated, registered or created stays.
+// Clears options, failures and counts, releases latches, and waits for all queued operations. Allocations,
+// registrations and created objects stay.
 STANDIN_API void standin_reset();
 
-// 0, or -1 where there is no such option.
+// Returns 0, or -1 for an unknown option.
 STANDIN_API int standin_set(const char* option, std::int64_t value);
 
-// How many there are now (of what is gauged), or have been since the last reset; -1: no such counter.
+// Returns the current value of a gauge, or the count of a tally since the last reset; -1: no such counter.
 // Every exported function has a counter of its name.
 STANDIN_API std::int64_t standin_count(const char* counter);
 STANDIN_API std::int64_t standin_peak(const char* counter);
 
 // After `after` calls, `times` calls of the function (-1: all) give `code`. Later: the call succeeds,
-// but what it queued fails when the stream comes to it (only the copies queue anything).
+// but the operation that it queued fails when the stream runs it (only copies queue operations).
 STANDIN_API void standin_fail(const char* function, std::int64_t after, std::int64_t times, int code, int later);
 
 // Device memory, zeroed; 0 on failure. Peek and poke are synchronous, and ask no stream.
@@ -44,7 +44,7 @@ STANDIN_API int standin_copy(int device, void* stream, std::uint64_t destination
 STANDIN_API int standin_synchronize(int device);
 
 // For the stand-in cuFile: count a call and return the error ordered for it; change a counter;
-// look at an option; the device that memory lies on and the one that is current, or -1.
+// read an option; return the device of an address and the current device, or -1.
 STANDIN_API int standin_enter(const char* function);
 STANDIN_API void standin_add(const char* counter, std::int64_t change);
 STANDIN_API std::int64_t standin_option(const char* option);

@@ -1,4 +1,4 @@
-// The stand-in driver's state, and the functions by which tests control it.
+// The stand-in driver's state, and the functions with which tests control it.
 #include "state.h"
 
 #include <sys/mman.h>
@@ -16,10 +16,10 @@ namespace standin {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-// As in a caching allocator's: nobody may rely on more alignment than CUDA promises.
+// Allocations are aligned as a caching allocator's are: code must not rely on more alignment than CUDA promises.
 constexpr std::size_t kAlignment = 512;
 
-// Runs what is queued on one stream, in order, until the stream is closed and empty.
+// Runs the operations queued on one stream, in order, until the stream is closed and empty.
 void work(std::shared_ptr<Stream> stream) {
   State& all = state();
   std::unique_lock lock(all.mutex);
@@ -42,7 +42,7 @@ void work(std::shared_ptr<Stream> stream) {
   all.closing.erase(stream);
 }
 
-// Waits for all that is queued now on streams that are wanted.
+// Waits for all operations that are queued now on the selected streams.
 template <typename Wanted>
 void drain(std::unique_lock<std::mutex>& lock, Wanted wanted) {
   State& all = state();
@@ -59,7 +59,7 @@ void drain(std::unique_lock<std::mutex>& lock, Wanted wanted) {
 
 int fill(const Range& range, std::size_t nbytes, int value) {
   const std::lock_guard lock(range.allocation->mutex);
-  // A test that lets go of an array that its own kernel fills later has done nothing wrong.
+  // A test may drop an array that its own kernel fills later.
   if (!range.allocation->freed) {
     std::memset(range.allocation->bytes + range.offset, value, nbytes);
   }
@@ -157,7 +157,7 @@ void State::queue(const std::shared_ptr<Stream>& stream, Operation operation) {
   changed.notify_all();
 }
 
-// Like CUDA's, a stream that is destroyed finishes first what is queued on it.
+// As in CUDA, a destroyed stream first finishes its queued operations.
 void State::close(const std::shared_ptr<Stream>& stream) {
   stream->closed = true;
   if (stream->started) closing.insert(stream);

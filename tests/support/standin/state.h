@@ -1,6 +1,6 @@
-// What the stand-in driver knows: options, counters, ordered failures, memory, streams, events. One
-// mutex guards all of it and one condition variable tells of every change: tests are small, and what
-// is simple is right. Operations run outside the mutex, each stream's on a thread of its own.
+// The state of the stand-in driver: options, counters, ordered failures, memory, streams, events. One
+// mutex guards all of it, and one condition variable is notified of every change, which is simple and
+// fast enough for tests. Operations run outside the mutex, those of each stream on a separate thread.
 #pragma once
 
 #include <sys/types.h>
@@ -46,7 +46,7 @@ inline std::map<std::string, std::int64_t> default_options() {
       {"copy_delay_us", 0},         // before each copy between host and device
       {"unregistered_allowed", 0},  // copies of host memory that is not registered
       {"poison", 0},                // every call gives this error
-      {"poisoning", 0},             // what fails on a stream becomes the poison
+      {"poisoning", 0},             // a failure on a stream becomes the poison
       {"cufile_nvfs", 1},           // nvidia-fs is loaded
       {"cufile_p2p", 0},            // or the kernel's P2P DMA is there
       {"cufile_transfer_max", 0},   // a cuFile call moves no more bytes; 0: no limit
@@ -54,17 +54,17 @@ inline std::map<std::string, std::int64_t> default_options() {
   };
 }
 
-// What exists now; reset leaves these alone.
+// Numbers of objects that exist now; reset does not change them.
 inline const std::set<std::string> kGauges = {
     "allocations",       "allocated_nbytes",  "streams",      "events",         "contexts",       "contexts_pushed",
     "registered_ranges", "registered_nbytes", "cufile_files", "cufile_buffers", "cufile_running",
 };
 
-// What has happened since the last reset.
+// Numbers of events since the last reset.
 inline const std::set<std::string> kTallies = {
     "blocking_streams_made",  // by cuStreamCreate, without CU_STREAM_NON_BLOCKING
     "htod_nbytes",           "dtoh_nbytes", "cufile_read_nbytes", "cufile_written_nbytes",
-    "cufile_unaligned",       // transfers whose offset or size is no multiple of 4096
+    "cufile_unaligned",       // transfers with an offset or size that is not a multiple of 4096
     "cufile_registered",      // transfers of registered buffers
     "cufile_buffered_files",  // registered without O_DIRECT
     "cufile_closed_early",    // files that were closed before they were deregistered
@@ -88,7 +88,7 @@ struct Device {  // its address is the handle of its primary context
   int retained = 0;
 };
 
-// The caller sees an address that nobody may touch; the bytes lie elsewhere, as they do in a GPU.
+// The caller gets an address that cannot be accessed; the bytes are in other memory, as with a GPU.
 struct Allocation {
   Allocation(int device, std::size_t nbytes);
   ~Allocation();
@@ -120,7 +120,7 @@ struct Stream {
   bool started = false;
   bool closed = false;
   bool counted = false;  // made by cuStreamCreate
-  int error = 0;         // of what failed since the last event
+  int error = 0;         // of the operation that failed since the last event
   std::uint64_t queued = 0;
   std::uint64_t done = 0;
   std::deque<Operation> queue;

@@ -1,5 +1,6 @@
-"""Mirrors: checkpoints follow from the local drive to a bucket, by a process beside the training.
+"""Mirrors: a separate process copies checkpoints from the local drive to a bucket.
 
-``mirror`` is what a training has of it. ``process`` does the work: ``uploading`` puts files there, and ``bucket`` knows
-what lies where. ``bucket`` and what the process is made of import no torch.
+The module ``mirror`` is the part in the training's process. ``process`` is the main module of the separate process.
+There, ``uploading`` uploads files, and ``bucket`` keeps records of the objects in the bucket. ``bucket`` and the
+modules of the separate process do not import torch.
 """

@@ -1,19 +1,21 @@
-"""What a mirror has in its bucket: checkpoints, and records of what is on its way there, or about to go.
+"""The contents of a mirror's bucket: checkpoints, and records of objects that are being uploaded or removed.
 
-``step_00001000/`` is the local folder of that name: data files, whose names no other save used, then ``.metadata``,
-from which on it counts. Which objects are the mirror's is said by records, ``.tensorferry-mirror/step_00001000/ID/``,
-where the ID of a save is made of its metadata:
+``step_00001000/`` corresponds to the local folder of that name. The data files, whose names no other save used, are
+uploaded first, then ``.metadata``, which makes the folder a checkpoint. Records, in the folder
+``.tensorferry-mirror/step_00001000/ID/``, list the objects that belong to the mirror. The ID of a save is derived from
+its metadata:
 
 ========================  ==============================================================================
-``rank-0.json``           the first rank uploads what this lists; the others may upload their files, too
-``rank-N.json``           rank N does; it signs that again and again while it lives
+``rank-0.json``           the first rank uploads the listed objects; other ranks may upload theirs, too
+``rank-N.json``           rank N uploads the listed objects; it rewrites the record periodically
 ``manifest.json``         all objects of the save
-``removed.json``          they are about to be removed
-``metadata``              a checkpoint that was set aside: its ``.metadata``
+``removed.json``          the listed objects are about to be removed
+``metadata``              the ``.metadata`` of a checkpoint that was set aside
 ========================  ==============================================================================
 
-A record comes before what it lists. One of a rank goes when the save is committed, or its objects have gone: so what a
-dead process left is found by what is listed, and nothing else is ever removed (:meth:`Bucket.tidy`).
+A record is written before the objects that it lists. A rank's record is deleted when the save is committed, or its
+objects have been deleted. So the leftovers of a dead process are found through records, and no other object is ever
+removed (:meth:`Bucket.tidy`).
 """
 
 from __future__ import annotations
@@ -44,32 +46,32 @@ _RECORD = re.compile(
 )
 
 FAILURES = (obstore.exceptions.BaseError, OSError, ValueError)
-"""What obstore raises."""
+"""The exceptions that obstore raises."""
 _SHOWN = 1000
 
 Records = dict[int, dict[str, dict[str, Any]]]
-"""Of each step, of each save: the names of its records, with ETag and time."""
+"""By step and save: the names of the save's records, with the ETag and time of each record."""
 
 
 class Bucket:
-    """Where a mirror is: a store of obstore's, and the prefix of all its keys. Failures are obstore's own."""
+    """A mirror's place: an obstore store, and the prefix of all keys. Methods raise obstore's exceptions."""
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self.store = store
         self._prefix = f"{prefix}/" if prefix else ""
 
     def key(self, key: str) -> str:
-        """Return what the store calls an object."""
+        """Return an object's full key in the store."""
         return self._prefix + key
 
     def objects(self, folder: str) -> Iterator[tuple[str, ObjectMeta]]:
-        """Return the objects of a folder, with their keys."""
+        """Yield the objects of a folder with their keys."""
         for page in obstore.list(self.store, self.key(folder)):
             for each in page:
                 yield each["path"][len(self._prefix) :], each
 
     def read(self, key: str) -> tuple[bytes, UpdateVersion] | None:
-        """Return an object, and which version of it that is; None if there is none."""
+        """Return an object's contents and version; None if it does not exist."""
         try:
             found = obstore.get(self.store, self.key(key))
         except FileNotFoundError:
@@ -86,25 +88,26 @@ class Bucket:
         obstore.put(self.store, self.key(key), content, mode=mode, use_multipart=False)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, if they are there."""
+        """Delete objects, if they exist."""
         paths = [self.key(each) for each in keys]
         if not paths:
             return
         try:
             obstore.delete(self.store, paths)
-        except FileNotFoundError:  # other stores than S3 say so, and some may stay
+        # Stores other than S3 raise an error for a missing object, and may not delete the objects after it.
+        except FileNotFoundError:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self.store, path)
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints, in order."""
+        """Return the steps that have checkpoints, in order."""
         parts = (key.partition("/") for key, _ in self.objects(""))
         steps = (step_of(folder) for folder, _, name in parts if name == METADATA_NAME)
         return sorted(step for step in steps if step is not None)
 
     def records(self, folder: str = "") -> Records:
-        """Return which records there are, of all steps or of one folder."""
+        """Return the names of the records of all steps, or of those in one folder of records."""
         found: Records = {}
         for key, meta in self.objects(_RECORDS + folder):
             match = _RECORD.fullmatch(key)
@@ -114,49 +117,52 @@ class Bucket:
         return found
 
     def records_of(self, step: int, save: str) -> dict[str, Any]:
-        """Return which records there are of one save."""
+        """Return the names of the records of one save."""
         return self.records(f"/{name_of(step)}/{save}").get(step, {}).get(save, {})
 
     def read_record(self, step: int, save: str, name: str) -> dict[str, Any]:
-        """Return what a record says. Of what it lists only names that data files have are believed."""
+        """Return a record's contents; object names that are not those of data files are left out."""
         found = self.read(_record(step, save, name))
         try:
-            said = json.loads(found[0]) if found else {}
-            listed = {str(each): int(nbytes) for each, nbytes in said.get("objects", {}).items()}
-        except (ValueError, AttributeError, TypeError):  # it is nothing of ours
-            said, listed = {}, {}
+            contents = json.loads(found[0]) if found else {}
+            listed = {
+                str(each): int(nbytes) for each, nbytes in contents.get("objects", {}).items()
+            }
+        except (ValueError, AttributeError, TypeError):  # another program wrote it
+            contents, listed = {}, {}
         ours = {
             name: each for name, each in listed.items() if re.fullmatch(OWN_NAME, name.encode())
         }
-        return {**said, "objects": ours}
+        return {**contents, "objects": ours}
 
-    def write_record(self, step: int, save: str, name: str, **said: Any) -> None:
+    def write_record(self, step: int, save: str, name: str, **contents: Any) -> None:
         """Write a record."""
-        self.write(_record(step, save, name), json.dumps(said).encode())
+        self.write(_record(step, save, name), json.dumps(contents).encode())
 
     def manifests(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield the step and the save of each checkpoint that mirrors made, and whether it was set aside."""
+        """Yield the step and the save of each mirrored checkpoint, and whether it was set aside."""
         for step, saves in self.records().items():
             for save, names in saves.items():
                 if MANIFEST in names:
                     yield step, save, SET_ASIDE in names
 
     def tidy(self, step: int, own: str = "", alive_since: datetime | None = None) -> bool:
-        """Remove the objects that a step's records list, but for those of its checkpoint, and for one set aside.
+        """Remove the objects in a step's records, except those of the step's checkpoint and of a checkpoint set aside.
 
         Parameters
         ----------
         step : int
             The step.
         own : str
-            The save that is on its way, which is left.
+            The save that is being uploaded, which is skipped.
         alive_since : datetime, optional
-            What ranks have signed since then may be on its way, and is left; None: all that ranks have signed.
+            Saves with a rank's record of this time or later may still be uploaded, and are skipped; None skips every
+            save with a rank's record.
 
         Returns
         -------
         bool
-            Whether nothing was left for that.
+            Whether no save was skipped because of ``alive_since``.
         """
         found, all_settled = self.read(metadata_key(step)), True
         for save, records in self.records(f"/{name_of(step)}").get(step, {}).items():
@@ -172,17 +178,17 @@ class Bucket:
             self.withdraw(step, save, sorted(going))
         return all_settled
 
-    def give_up(self, step: int, save: str, rank: int) -> None:
-        """Remove what a rank has uploaded, unless the save has been committed."""
+    def abandon(self, step: int, save: str, rank: int) -> None:
+        """Remove the objects that a rank has uploaded, unless the save has been committed."""
         found = self.read(metadata_key(step))
         committed = found is not None and id_of(found[0]) == save
         manifest = [MANIFEST] if rank == 0 and not committed else []
         self.withdraw(step, save, [rank_record(rank), *manifest])
 
     def withdraw(self, step: int, save: str, names: list[str]) -> None:
-        """Remove the objects that records of a save list, but for those of the step's checkpoint, and the records.
+        """Remove the objects in a save's records, except those of the step's checkpoint, and the records themselves.
 
-        That of the first rank goes when no other is left, since its absence says something to the others.
+        The first rank's record is deleted last: its absence tells other ranks that the save is committed or abandoned.
         """
         found = self.read(metadata_key(step))
         listed = {
@@ -198,14 +204,14 @@ class Bucket:
         self.delete(_record(step, save, name) for name in names if name == first)
 
     def set_aside(self, step: int, save: str) -> None:
-        """Let a checkpoint no longer count, and keep what belongs to it."""
+        """Remove a checkpoint's ``.metadata``, and keep its other objects."""
         found = self.read(metadata_key(step))
         if found and id_of(found[0]) == save:
             self.write(_record(step, save, SET_ASIDE), found[0])
             self.delete([metadata_key(step)])
 
     def remove(self, step: int, save: str) -> None:
-        """Remove a checkpoint: first that it counts, then its objects."""
+        """Remove a checkpoint: its ``.metadata`` first, then the other objects."""
         listed = self.read_record(step, save, MANIFEST)["objects"]
         self.write_record(step, save, REMOVED, objects=listed)
         found = self.read(metadata_key(step))
@@ -215,17 +221,17 @@ class Bucket:
 
 
 def metadata_key(step: int) -> str:
-    """Return the key whose object makes a step's checkpoint one."""
+    """Return the key of the object that makes a step's folder a checkpoint."""
     return f"{name_of(step)}/{METADATA_NAME}"
 
 
 def id_of(metadata: bytes) -> str:
-    """Return what a save is called in records: all ranks know it without speaking with each other."""
+    """Return a save's ID in records; all ranks can compute it without communication."""
     return hashlib.md5(metadata, usedforsecurity=False).hexdigest()[:16]
 
 
 def names_in(metadata: bytes) -> list[str]:
-    """Return the data files that metadata names."""
+    """Return the names of the data files in metadata."""
     return sorted({name.decode() for name in re.findall(OWN_NAME, metadata)})
 
 
@@ -235,12 +241,12 @@ def rank_of(name: str) -> int:
 
 
 def rank_record(rank: int) -> str:
-    """Return what a rank's record is called."""
+    """Return the name of a rank's record."""
     return f"rank-{rank}.json"
 
 
-def said(error: BaseException) -> str:
-    """Return what an exception says in one line: obstore's name bucket, key and status, then what its makers want."""
+def describe_error(error: BaseException) -> str:
+    """Return an exception's message in one line, without the debug output at the end of obstore's messages."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return f"{type(error).__name__}: {text[:_SHOWN]}"
 

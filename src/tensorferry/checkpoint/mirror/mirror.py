@@ -1,4 +1,4 @@
-"""What a training has of its mirror: a process that uploads behind it, what that says, and what lies in the bucket."""
+"""The training's side of a mirror: starts the process that uploads, receives its messages, and lists the bucket."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from typing import TYPE_CHECKING, Any
 from tensorferry.base.checks import is_pair
 from tensorferry.checkpoint.errors import MirrorError
 from tensorferry.checkpoint.steps import name_of
-from tensorferry.transfer.remote import imported_obstore, usable_obstore
+from tensorferry.transfer.remote import import_obstore, usable_obstore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from obstore.store import ObjectStore
 
-# A request with a part in it takes no longer: obstore's 30 seconds are for better networks. They are variables, since a
-# store that is made with options takes no others from the environment.
+# A request that uploads a part may take this long; obstore's 30 seconds are too short for slow networks. They are set
+# by environment variables, because a store that is created with options ignores all other settings of the environment.
 _TIMEOUTS = {f"{each}_TIMEOUT": "120s" for each in ("AWS", "AZURE", "GOOGLE")}
+# The time without a message from the process until it counts as stuck.
 _STUCK_SECONDS = 900.0
+# The time for the process to end once its standard input is closed: it aborts its upload, for at most 10 seconds.
 _END_SECONDS = 15.0
 _PIPE_NBYTES = 1 << 16
-# Other ranks may say nothing for so long, until they are given up, or what they have left is removed.
+# How long a rank waits for another rank that does not update its record, before it abandons the save; and the age from
+# which a record counts as that of a dead process, so that the objects in it are removed.
 _PATIENCE_SECONDS, _ALIVE_SECONDS = 300.0, 120.0
 
 
 class Mirror:
-    """The mirror of one rank.
+    """One rank's mirror.
 
     Parameters
     ----------
     where : str or (store, prefix)
         As for :class:`Checkpoints`.
     keep_last, keep_every : int, optional
-        Which checkpoints stay.
+        The limits for checkpoints in the bucket.
     rate : int, optional
-        Bytes in a second, of this rank.
+        The maximum upload rate of this rank in bytes per second.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Mirror:
     ) -> None:
         self._store, self._prefix = _store(where)
         self._name = where if isinstance(where, str) else f"{where[0]!r}, {where[1]!r}"
-        self._given = {
+        self._settings = {
             "store": _pickled(self._store),
             "prefix": self._prefix,
             "rate": rate,
@@ -66,23 +69,26 @@ class Mirror:
             "patience": _PATIENCE_SECONDS,
             "alive": _ALIVE_SECONDS,
         }
+        # The step and number of the last go_back(). Every job has them until one of these jobs is in the bucket.
         self._back_to: tuple[int, int] | None = None
         self._numbers = itertools.count(1)
-        self._number = 0  # of what was sent last
-        self._step: int | None = None  # of that, until it is known what has become of it
-        self._failure, self._is_told = "", True  # of that
+        self._number = 0  # of the last job
+        self._step: int | None = None  # of the last job, while its outcome is unknown
+        # The failure of the last job, and whether it has been reported.
+        self._failure, self._is_reported = "", True
         self._process: subprocess.Popen[bytes] | None = None
-        self._leads = True
-        self._heard, self._heard_at = b"", 0.0
+        self._is_first = True
+        self._received, self._last_message_at = b"", 0.0
+        # Messages that problems() has not returned yet; _failure is kept separately.
         self._notes: list[str] = []
 
     def __repr__(self) -> str:
         return self._name
 
     def send(self, rank: int, step: int, path: Path, *, replace: bool, damaged: list[int]) -> None:
-        """Have a checkpoint mirrored. Nothing that fails in that is raised."""
+        """Start to mirror a checkpoint. Failures are not raised here, but reported later."""
         self._notes = self.problems()
-        self._leads = rank == 0
+        self._is_first = rank == 0
         job: dict[str, Any] = {
             "step": step,
             "replace": replace,
@@ -90,92 +96,95 @@ class Mirror:
             "back_to": self._back_to,
         }
         job |= {"number": next(self._numbers), "path": os.path.abspath(path)}  # noqa: PTH100
-        for _ in range(2):  # one that has ended is replaced
+        for _ in range(2):  # a process that has ended is replaced once
             try:
                 if self._process is None:
                     self._start(rank)
                 self._write(job)
                 break
-            except Exception as error:  # whatever it is, the save has not failed
-                self._end(why := f"its process could not be told: {error}", kill=True)
+            except Exception as error:  # an error of the mirror must not fail the save
+                self._end(why := f"its process could not be reached: {error}", kill=True)
         else:
             self._fail(step, why)
             return
         self._number, self._step, self._failure = job["number"], step, ""
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
 
     def go_back(self, step: int) -> None:
-        """Have what is newer than a step abandoned, now that one before the newest was restored."""
+        """Make the next job set aside checkpoints that are newer than ``step``, which has been restored."""
         self._back_to = step, next(self._numbers)
 
     def problems(self) -> list[str]:
-        """Return what has failed, or was left out, since the last time."""
-        self._hear()
+        """Return messages about saves that have not been mirrored, and other problems, since the last call."""
+        self._receive()
         found, self._notes = self._notes, []
-        if not self._is_told:
-            found, self._is_told = [*found, self._failure], True
+        if not self._is_reported:
+            found, self._is_reported = [*found, self._failure], True
         return found
 
     def wait(self, seconds: float) -> bool:
-        """Wait for what was sent last, at most so long; return whether it is in the bucket, or nothing was sent.
+        """Wait up to ``seconds`` for the last job; return whether it is in the bucket, or there was none.
 
         Raises
         ------
         MirrorError
-            It will not be.
+            The job has failed.
         """
         deadline = time.monotonic() + seconds
-        self._hear()
+        self._receive()
         while self._step is not None and (left := deadline - time.monotonic()) > 0:
-            self._hear(left)
+            self._receive(left)
         self.check()
         return self._step is None
 
     def check(self) -> bool:
-        """Return True, for ranks that wait for the first one; raise MirrorError if this rank has failed."""
-        self._hear()
+        """Raise MirrorError if this rank's last job has failed; otherwise return True, without waiting for the job."""
+        self._receive()
         if self._failure:
-            self._is_told = True
+            self._is_reported = True
             raise MirrorError(self._failure)
         return True
 
     def unfinished(self) -> int | None:
-        """Return the step whose upload has neither succeeded nor failed yet."""
+        """Return the step of an upload with an unknown outcome, or None."""
         return self._step
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints in the bucket, in order."""
-        from tensorferry.checkpoint.mirror.bucket import FAILURES, Bucket, said
+        """Return the steps that have checkpoints in the bucket, in order."""
+        from tensorferry.checkpoint.mirror.bucket import FAILURES, Bucket, describe_error
 
-        usable_obstore()  # it cannot be used in a child that was forked after its first use
+        usable_obstore()  # raises in a child that was forked after obstore's first use
         try:
             return Bucket(self._store, self._prefix).steps()
         except FAILURES as error:
-            raise MirrorError(f"what is in {self} cannot be told: {said(error)}") from error
+            raise MirrorError(
+                f"the contents of {self} cannot be listed: {describe_error(error)}"
+            ) from error
 
     def place(self, step: int) -> tuple[ObjectStore, str]:
-        """Return where the checkpoint of a step is, for a reader."""
+        """Return store and key of a step's checkpoint, for a reader."""
         name = name_of(step)
         return self._store, f"{self._prefix}/{name}" if self._prefix else name
 
     def close(self) -> None:
-        """End the process; what it had not finished is given up, as the first rank says."""
-        if not self._leads:
+        """End the process, and abandon its unfinished job, which only the first rank reports as a failure."""
+        if not self._is_first:
             self._step = None
         self._end("the training ended before")
 
-    def forget(self) -> None:
-        """Have no process: in a forked child it is the parent's."""
+    def detach(self) -> None:
+        """Detach from the process in a forked child, because it belongs to the parent."""
         if self._process is not None:
-            self._process.returncode = 0  # nobody waits for it here
+            # Popen would wait for a process that is not a child of this one.
+            self._process.returncode = 0
             for pipe in filter(None, (self._process.stdin, self._process.stdout)):
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._process, self._step, self._notes = None, None, []
-        self._failure, self._is_told = "", True
+        self._failure, self._is_reported = "", True
 
     def _start(self, rank: int) -> None:
-        # Behind the training from its first moment. The path of modules is the program's, which may have changed it.
+        # Lower the priority first. Pass the program's sys.path, because the program may have changed it.
         program = f"import os, sys; os.nice(19); sys.path[:] = {sys.path!r}\n"
         program += "from tensorferry.checkpoint.mirror.process import main; main()"
         self._process = subprocess.Popen(
@@ -184,20 +193,20 @@ class Mirror:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=_TIMEOUTS | os.environ,
-            start_new_session=True,  # Ctrl-C is the training's
+            start_new_session=True,  # keeps Ctrl-C from reaching the process
         )
-        self._heard, self._heard_at = b"", time.monotonic()
-        self._write(self._given | {"rank": rank, "process": os.getpid()})
+        self._received, self._last_message_at = b"", time.monotonic()
+        self._write(self._settings | {"rank": rank, "process": os.getpid()})
 
-    def _write(self, said: dict[str, Any]) -> None:
+    def _write(self, message: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        left = memoryview(f"{json.dumps(said)}\n".encode())
+        left = memoryview(f"{json.dumps(message)}\n".encode())
         while left:
             left = left[self._process.stdin.write(left) :]
 
-    def _hear(self, seconds: float = 0) -> None:
-        """Take in what the process says, and wait so long for it; find out whether it has ended, or is stuck."""
+    def _receive(self, seconds: float = 0) -> None:
+        """Receive messages, waiting up to ``seconds``; detect that the process has ended or is stuck."""
         if self._process is None or self._process.stdout is None:
             return
         out = self._process.stdout
@@ -208,31 +217,31 @@ class Mirror:
             if not piece:
                 self._end(f"its process has ended with {self._process.wait()}")
                 return
-            *lines, self._heard = (self._heard + piece).split(b"\n")
-            self._heard_at, seconds = time.monotonic(), 0
+            *lines, self._received = (self._received + piece).split(b"\n")
+            self._last_message_at, seconds = time.monotonic(), 0
             for line in lines:
-                self._take(json.loads(line))
-        silent = time.monotonic() - self._heard_at
+                self._handle(json.loads(line))
+        silent = time.monotonic() - self._last_message_at
         if self._step is not None and silent > _STUCK_SECONDS:
-            self._end(f"its process has given no sign of life for {silent:.0f} s", kill=True)
+            self._end(f"its process has sent no message for {silent:.0f} s", kill=True)
 
-    def _take(self, said: dict[str, Any]) -> None:
-        is_last = said["number"] == self._number
-        if said["outcome"] in ("failed", "skipped"):
+    def _handle(self, message: dict[str, Any]) -> None:
+        is_last = message["number"] == self._number
+        if message["outcome"] in ("failed", "skipped"):
             if is_last:
-                self._fail(said["step"], said["why"])
+                self._fail(message["step"], message["why"])
             else:
-                self._notes.append(self._said(said["step"], said["why"]))
-        self._notes += [f"{self}: {note}" for note in said.get("notes", [])]
-        if said["outcome"] == "mirrored" and said["back_to"] == [*(self._back_to or ())]:
+                self._notes.append(self._message(message["step"], message["why"]))
+        self._notes += [f"{self}: {note}" for note in message.get("notes", [])]
+        if message["outcome"] == "mirrored" and message["back_to"] == [*(self._back_to or ())]:
             self._back_to = None
         if is_last:
             self._step = None
 
     def _fail(self, step: int, why: str) -> None:
-        self._step, self._failure, self._is_told = None, self._said(step, why), False
+        self._step, self._failure, self._is_reported = None, self._message(step, why), False
 
-    def _said(self, step: int, why: str) -> str:
+    def _message(self, step: int, why: str) -> str:
         return f"step {step} is not in the mirror {self}: {why}"
 
     def _end(self, why: str, *, kill: bool = False) -> None:
@@ -258,15 +267,15 @@ def _store(where: Any) -> tuple[Any, str]:
     Raises
     ------
     ImportError
-        There is no obstore.
+        obstore is not installed.
     TypeError, ValueError
-        It is no place for a mirror.
+        ``where`` is not a valid place for a mirror.
     """
-    obstore = imported_obstore()
+    obstore = import_obstore()
     if is_pair(where):
         return where[0], where[1].strip("/")
     if not isinstance(where, str):
-        raise TypeError(f"mirror: an address or (store, prefix) is wanted, not {where!r}")
+        raise TypeError(f"mirror: must be an address or (store, prefix) (got {where!r})")
     try:
         return obstore.store.from_url(where), ""
     except Exception as error:
@@ -274,10 +283,10 @@ def _store(where: Any) -> tuple[Any, str]:
 
 
 def _pickled(store: Any) -> str:
-    """Return a store as text, for a process of its own."""
+    """Return a store as text, for the separate process."""
     try:
         return base64.b64encode(pickle.dumps(store)).decode()
     except Exception as error:
         raise TypeError(
-            f"mirror: {store!r} cannot be pickled, and a process of its own needs it: {error}"
+            f"mirror: {store!r} cannot be pickled, which the separate process requires: {error}"
         ) from error

@@ -1,8 +1,9 @@
-"""The process that mirrors one rank's files: jobs come as lines of JSON, outcomes go back so.
+"""The separate process that mirrors one rank's files; it reads jobs and writes outcomes as lines of JSON.
 
-It is no thread of the training: it has an interpreter, a priority and a process group of its own, and ends with the
-training, however that ends: its standard input does. The first rank says what is uploaded, by its record, and commits;
-the others follow it. They speak by records in the bucket alone (:mod:`tensorferry.checkpoint.mirror.bucket`).
+It is not a thread of the training, but has its own interpreter, priority and process group. It ends with the training
+in any case, because its standard input ends. The first rank decides, through its record, which save is uploaded, and
+commits it; the others follow. They communicate only through records in the bucket
+(:mod:`tensorferry.checkpoint.mirror.bucket`).
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.base.file_locks import read_directory
+from tensorferry.base.file_locks import reader_lock
 from tensorferry.checkpoint.mirror.bucket import (
     FAILURES,
     MANIFEST,
     SET_ASIDE,
     Bucket,
+    describe_error,
     id_of,
     metadata_key,
     names_in,
     rank_of,
     rank_record,
-    said,
 )
 from tensorferry.checkpoint.mirror.uploading import GoneError, Throttle, upload
-from tensorferry.checkpoint.steps import name_of, stays, superfluous
+from tensorferry.checkpoint.steps import is_permanent, name_of, superfluous
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# How long what is on its way may take to be given up when the training has ended.
+# The time for an upload to abort when the training has ended.
 _END_SECONDS = 10.0
-# Between two looks at what other ranks say: at first, and later. Each costs a request.
+# The interval between two reads of other ranks' records: at first, and later. Each read costs a request.
 _LOOK_SECONDS, _MAX_LOOK_SECONDS = 0.1, 5.0
+# The interval at which the record of a running upload is rewritten, as a sign of life.
 _SIGN_SECONDS = 30.0
 
 
@@ -52,76 +54,81 @@ class _StoppedError(Exception):
 
 
 class Save:
-    """A local checkpoint that nobody removes meanwhile."""
+    """A local checkpoint, locked against removal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.let_go = read_directory(self, path, METADATA_NAME)
+            self.unlock = reader_lock(self, path, METADATA_NAME)
             self.metadata = (path / METADATA_NAME).read_bytes()
         except FileNotFoundError as error:
-            raise GoneError(f"{str(path)!r} has gone: newer ones were saved meanwhile") from error
+            raise GoneError(
+                f"the checkpoint {str(path)!r} was removed before it was uploaded (likely cause: newer checkpoints "
+                "were saved meanwhile, and keep_last limits their number)"
+            ) from error
         self.id = id_of(self.metadata)
         self.names = names_in(self.metadata)
 
 
 class Follower:
-    """What the process of a rank does; that of the first one is a :class:`Leader`."""
+    """The work of a rank's process; the first rank's process has a :class:`Leader` instead."""
 
     def __init__(self, bucket: Bucket, rank: int, rate: int | None, patience: float) -> None:
         self._bucket, self._rank, self._patience = bucket, rank, patience
         self._record = rank_record(rank)
         self._throttle = Throttle(rate, self._pause)
         self._jobs: list[dict[str, Any]] = []
-        self._news = threading.Condition()
+        self._jobs_changed = threading.Condition()
         self._stopped = threading.Event()
-        self._moved = False
-        self._signs: Callable[[], object] | None = None
+        self._has_progressed = False
+        # Writes the record of the running upload.
+        self._write_signs: Callable[[], object] | None = None
+        # After _stop_refreshing() the thread of report_progress() must not write the record again.
         self._signing = threading.Lock()
 
-    def take(self, job: dict[str, Any] | None) -> None:
-        """Take a job, or None: there will be no more."""
-        with self._news:
+    def add_job(self, job: dict[str, Any] | None) -> None:
+        """Add a job; None means that there will be no more."""
+        with self._jobs_changed:
             if job is None:
                 self._stopped.set()
             else:
                 self._jobs.append(job)
-            self._news.notify()
+            self._jobs_changed.notify()
 
     def run(self) -> None:
-        """Do jobs until the training ends."""
+        """Run jobs until the training ends."""
         with contextlib.suppress(_StoppedError):
             while True:
-                with self._news:
-                    self._news.wait_for(lambda: self._jobs or self._stopped.is_set())
+                with self._jobs_changed:
+                    self._jobs_changed.wait_for(lambda: self._jobs or self._stopped.is_set())
                 self._pause(0)
                 self._do_next()
 
-    def give_signs(self) -> None:
-        """Show again and again that what is on its way moves: not from within obstore, which this needs, too."""
+    def report_progress(self) -> None:
+        """Report periodically that an upload progresses; runs in its own thread, while the main thread uploads."""
         while not self._stopped.wait(_SIGN_SECONDS):
-            if self._moved:
-                self._moved = False
-                tell()
+            if self._has_progressed:
+                self._has_progressed = False
+                send()
                 with contextlib.suppress(*FAILURES):
-                    self._sign()
+                    self._refresh_record()
 
-    def _sign(self) -> None:
+    def _refresh_record(self) -> None:
         with self._signing:
-            if self._signs is not None:
-                self._signs()
+            if self._write_signs is not None:
+                self._write_signs()
 
-    def _end_signs(self) -> None:
+    def _stop_refreshing(self) -> None:
         with self._signing:
-            self._signs = None
+            self._write_signs = None
 
     def _pause(self, seconds: float) -> None:
-        self._moved = True
+        self._has_progressed = True
         if self._stopped.wait(seconds):
             raise _StoppedError
 
     def _pauses(self) -> Iterator[None]:
-        """Yield again and again, ever later."""
+        """Yield at growing intervals."""
         seconds = _LOOK_SECONDS
         while True:
             yield
@@ -129,135 +136,143 @@ class Follower:
             seconds = min(2 * seconds, _MAX_LOOK_SECONDS)
 
     def _do_next(self) -> None:
-        """Upload what the first rank uploads, if that is soon, and wait until it is committed, or given up."""
+        """Follow the first rank's upload, if it begins soon, and wait until it is committed or abandoned."""
         deadline = time.monotonic() + self._patience
         for _ in self._pauses():
             jobs = [*self._jobs]
             for job in reversed(jobs):
-                with contextlib.suppress(*FAILURES):  # the first rank meets the same, and says so
+                # Ignore errors: the first rank gets the same errors, and reports them.
+                with contextlib.suppress(*FAILURES):
                     found = self._bucket.records(f"/{name_of(job['step'])}")
                     for save, records in found.get(job["step"], {}).items():
                         if rank_record(0) in records and self._record not in records:
-                            self._drop(jobs[: jobs.index(job) + 1])
+                            self._leave_to_first_rank(jobs[: jobs.index(job) + 1])
                             self._follow(job, save)
                             return
             if time.monotonic() > deadline:
-                self._drop(jobs)
+                self._leave_to_first_rank(jobs)
                 return
 
-    def _drop(self, jobs: list[dict[str, Any]]) -> None:
-        with self._news:
+    def _leave_to_first_rank(self, jobs: list[dict[str, Any]]) -> None:
+        with self._jobs_changed:
             self._jobs = [each for each in self._jobs if each not in jobs]
         for job in jobs:
-            tell(job["step"], job["number"], "left to the first rank")
+            send(job["step"], job["number"], "left to the first rank")
 
     def _follow(self, job: dict[str, Any], save_id: str) -> None:
         step = job["step"]
         try:
             save = Save(Path(job["path"]))
             if save.id != save_id:
-                raise GoneError(f"{str(save.path)!r} has been saved anew")
+                raise GoneError(
+                    f"the checkpoint {str(save.path)!r} was replaced by another save before this rank uploaded its "
+                    "files"
+                )
             self._upload(step, save)
         except _StoppedError:
             raise
         except Exception as error:
-            self._end_signs()
-            tell(step, job["number"], "failed", said(error))
+            self._stop_refreshing()
+            send(step, job["number"], "failed", describe_error(error))
             with contextlib.suppress(*FAILURES):
                 objects = self._bucket.read_record(step, save_id, self._record)["objects"]
-                why = {"state": "failed", "why": said(error)}
+                why = {"state": "failed", "why": describe_error(error)}
                 self._bucket.write_record(step, save_id, self._record, objects=objects, **why)
         for _ in self._pauses():
             with contextlib.suppress(*FAILURES):
                 records = self._bucket.records_of(step, save_id)
                 if self._record in records and rank_record(0) in records:
                     continue
-                self._end_signs()
-                if self._record in records:  # it was given up
-                    self._bucket.give_up(step, save_id, self._rank)
+                self._stop_refreshing()
+                if self._record in records:  # the first rank has abandoned the save
+                    self._bucket.abandon(step, save_id, self._rank)
                 return
 
     def _upload(self, step: int, save: Save) -> dict[str, int]:
-        """Upload this rank's files, and return them; its record says before, meanwhile and afterwards that it does."""
+        """Upload this rank's files, and return their sizes; the state in its record is "begun", then "done"."""
         began = time.monotonic()
         names = [name for name in save.names if rank_of(name) == self._rank]
         own = {name: (save.path / name).stat().st_size for name in names}
-        told: dict[str, Any] = {"objects": own, "state": "begun"}
+        outcome_fields: dict[str, Any] = {"objects": own, "state": "begun"}
 
         def signs() -> None:
-            seconds = time.monotonic() - began  # so that it is another record each time
-            self._bucket.write_record(step, save.id, self._record, **told, seconds=seconds)
+            seconds = time.monotonic() - began  # makes each record differ, as a sign of life
+            self._bucket.write_record(
+                step, save.id, self._record, **outcome_fields, seconds=seconds
+            )
 
-        self._signs = signs
-        self._sign()
+        self._write_signs = signs
+        self._refresh_record()
         for name in names:
             key = f"{name_of(step)}/{name}"
             own[name] = upload(self._bucket, save.path / name, key, self._throttle)
-        told["state"] = "done"
-        self._sign()
+        outcome_fields["state"] = "done"
+        self._refresh_record()
         return own
 
 
 class Leader(Follower):
-    """What the process of the first rank does."""
+    """The work of the first rank's process."""
 
     def __init__(
-        self, *given: Any, keep_last: int | None, keep_every: int | None, alive: float
+        self, *settings: Any, keep_last: int | None, keep_every: int | None, alive: float
     ) -> None:
-        super().__init__(*given)
+        super().__init__(*settings)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._alive = timedelta(seconds=alive)
-        self._tidied = False
-        self._begun: tuple[int, str] | None = None
-        self._gone_back: Any = None
-        self._mine: set[int] = set()  # the steps that have been mirrored since
+        self._tidied = False  # whether all leftovers of dead processes have been removed
+        self._current_save: tuple[int, str] | None = None
+        self._last_back_to: Any = None  # of the last job that had a "back_to"
+        # Steps mirrored since the last return to an older step.
+        self._mirrored_steps: set[int] = set()
 
     def _do_next(self) -> None:
-        """Mirror the newest save; those before it are too late."""
-        with self._news:
+        """Mirror the newest save; older ones that are waiting are skipped."""
+        with self._jobs_changed:
             *late, job = self._jobs
             self._jobs = []
         for each in late:
-            why = f"the save of step {job['step']} came before its upload began"
-            tell(each["step"], each["number"], "skipped", why)
+            why = f"step {job['step']} was saved before its upload began"
+            send(each["step"], each["number"], "skipped", why)
         try:
             notes = self._mirror(job)
         except _StoppedError:
             raise
         except Exception as error:
             outcome = "skipped" if isinstance(error, GoneError) else "failed"
-            self._end_signs()
-            tell(job["step"], job["number"], outcome, said(error))
+            self._stop_refreshing()
+            send(job["step"], job["number"], outcome, describe_error(error))
             self._tidied = False
             with contextlib.suppress(*FAILURES):
-                if self._begun is not None:
-                    self._bucket.give_up(*self._begun, 0)
+                if self._current_save is not None:
+                    self._bucket.abandon(*self._current_save, 0)
         else:
-            told = {"notes": notes, "back_to": job["back_to"]}
-            tell(job["step"], job["number"], "mirrored", **told)
+            outcome_fields = {"notes": notes, "back_to": job["back_to"]}
+            send(job["step"], job["number"], "mirrored", **outcome_fields)
 
     def _mirror(self, job: dict[str, Any]) -> list[str]:
-        """Upload and commit a save, and return what could not be done besides."""
+        """Upload and commit a save; return messages about problems that do not make the save fail."""
         bucket, step, back_to = self._bucket, job["step"], job["back_to"]
-        self._begun = None
-        if back_to is not None and back_to != self._gone_back:
-            self._gone_back, self._mine = back_to, set()
+        self._current_save = None
+        if back_to is not None and back_to != self._last_back_to:
+            self._last_back_to, self._mirrored_steps = back_to, set()
         save = Save(Path(job["path"]))
         there = bucket.read(metadata_key(step))
         if there is not None and there[0] != save.metadata:
             owned = MANIFEST in bucket.records_of(step, id_of(there[0]))
             if not (owned and job["replace"]):
-                whose = "" if owned else ", which no mirror made"
+                origin = "" if owned else ", which no mirror made"
                 raise ValueError(
-                    f"{bucket.key(metadata_key(step))}: there is another checkpoint of this step{whose}; restore() "
+                    f"{bucket.key(metadata_key(step))}: there is another checkpoint of this step{origin}; restore() "
                     "from the mirror, save with overwrite=True, or mirror to another prefix"
                 )
         notes: list[str] = []
-        # What was gone back from must not be restored, but something must be there at every moment.
+        # Abandoned checkpoints must not be restored, but the bucket must have a checkpoint at every moment. So set them
+        # aside before the upload only if the bucket has an older checkpoint.
         abandons_first = back_to is not None and any(each <= back_to[0] for each in bucket.steps())
         if abandons_first:
             notes += self._abandon(step, back_to[0])
-        self._begun = step, save.id
+        self._current_save = step, save.id
         objects = self._upload(step, save)
         if not self._tidied:
             self._tidy(step, save)
@@ -265,21 +280,21 @@ class Leader(Follower):
         self._check(step, save, objects)
         bucket.write_record(step, save.id, MANIFEST, objects=objects)
         self._commit(step, save, there)
-        self._end_signs()
-        self._mine.add(step)
+        self._stop_refreshing()
+        self._mirrored_steps.add(step)
         try:
             bucket.tidy(step)
             if back_to is not None and not abandons_first:
                 notes += self._abandon(step, back_to[0])
             if self._keep_last is not None:
-                self._thin_out(step, self._keep_last, job["damaged"])
+                self._remove_superfluous(step, self._keep_last, job["damaged"])
         except FAILURES as error:
             self._tidied = False
-            notes.append(f"not all could be removed: {said(error)}")
+            notes.append(f"a removal failed: {describe_error(error)}")
         return notes
 
     def _tidy(self, step: int, save: Save) -> None:
-        """Remove what dead processes have left; the time is the store's, which it has just put to our record."""
+        """Remove leftovers of dead processes; the time of our own record, just written, is the store's current time."""
         records = self._bucket.records()
         alive_since = records[step][save.id][self._record][1] - self._alive
         settled = {MANIFEST, SET_ASIDE}
@@ -289,7 +304,7 @@ class Leader(Follower):
                 self._tidied &= self._bucket.tidy(each, save.id, alive_since)
 
     def _objects_of_others(self, step: int, save: Save) -> dict[str, int]:
-        """Wait until all other ranks have uploaded their files, and return these."""
+        """Wait until all other ranks have uploaded their files, and return the sizes of these files."""
         waiting = {rank_of(name) for name in save.names} - {0}
         objects: dict[str, int] = {}
         seen: dict[str, Any] = {}
@@ -311,40 +326,42 @@ class Leader(Follower):
                     waiting.remove(rank)
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"ranks {sorted(waiting)} have given no sign of life for {self._patience:.0f} seconds"
+                    f"ranks {sorted(waiting)} have not updated their records for {self._patience:.0f} seconds"
                 )
         return objects
 
     def _check(self, step: int, save: Save, objects: dict[str, int]) -> None:
-        """Check that everything is there, in the bucket, that metadata is about to name."""
+        """Check that the bucket has every object to which the metadata will refer."""
         there = {key: meta["size"] for key, meta in self._bucket.objects(name_of(step))}
         for name in save.names:
             key = f"{name_of(step)}/{name}"
             if name not in objects or there.get(key) != objects[name]:
+                has = f"has {there[key]} bytes" if key in there else "is missing"
+                expected = f"{objects[name]} bytes" if name in objects else "no rank uploaded it"
                 raise ValueError(
-                    f"{self._bucket.key(key)}: it has {there.get(key)} bytes, not {objects.get(name)}; is another "
-                    "training mirrored to the same prefix?"
+                    f"{self._bucket.key(key)}: the object {has} (expected: {expected}); is another training mirrored "
+                    "to the same prefix?"
                 )
 
     def _commit(self, step: int, save: Save, there: Any) -> None:
-        """Let the checkpoint count; what the answer is worth is told by what lies there then."""
+        """Write the metadata, which commits the checkpoint; then read it, because the answer may be lost or wrong."""
         key, failure = metadata_key(step), None
         if there is None or there[0] != save.metadata:
             try:
                 self._bucket.write(key, save.metadata, "create" if there is None else there[1])
             except FAILURES as error:
-                failure = error  # it may have been done, and the answer lost
+                failure = error  # the write may have succeeded, although its answer was lost
         found = self._bucket.read(key)
         if found is not None and found[0] == save.metadata:
             return
         if failure is not None:
             raise failure
         self._bucket.delete([key])
-        raise ValueError(f"{self._bucket.key(key)}: it is not what was uploaded")
+        raise ValueError(f"{self._bucket.key(key)}: it differs from what was uploaded")
 
     def _abandon(self, step: int, back_to: int) -> list[str]:
-        """Set aside what is newer than the step that was restored, but for what has been mirrored since."""
-        kept = {step, *self._mine}
+        """Set aside checkpoints that are newer than the restored step, except those mirrored since."""
+        kept = {step, *self._mirrored_steps}
         for each, save, is_aside in self._bucket.manifests():
             if each > back_to and each not in kept and not is_aside:
                 self._bucket.set_aside(each, save)
@@ -355,64 +372,69 @@ class Leader(Follower):
             ]
         return []
 
-    def _thin_out(self, step: int, keep_last: int, damaged: list[int]) -> None:
-        """Remove older checkpoints that mirrors made, and those that were set aside."""
+    def _remove_superfluous(self, step: int, keep_last: int, damaged: list[int]) -> None:
+        """Remove superfluous checkpoints that mirrors made, and those that were set aside."""
         manifests = [*self._bucket.manifests()]
         counting = {each: save for each, save, is_aside in manifests if not is_aside}
         for each in superfluous(counting, step, keep_last, self._keep_every, damaged):
             self._bucket.remove(each, counting[each])
         for each, save, is_aside in manifests:
-            if is_aside and not stays(each, self._keep_every):
+            if is_aside and not is_permanent(each, self._keep_every):
                 self._bucket.remove(each, save)
 
 
-def tell(
+def send(
     step: int | None = None, number: int = 0, outcome: str = "", why: str = "", **more: Any
 ) -> None:
-    """Tell the training an outcome; without one, that this process lives."""
+    """Send an outcome to the training, or, without an outcome, a sign of life."""
     line = {"step": step, "number": number, "outcome": outcome, "why": why, **more}
-    with contextlib.suppress(BrokenPipeError):  # it has ended
+    with contextlib.suppress(BrokenPipeError):  # the training has ended
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
 
 def main() -> None:
-    """Do what standard input says."""
-    _stay_behind()
-    given = json.loads(sys.stdin.readline())
-    store = pickle.loads(base64.b64decode(given["store"]))
-    common = (Bucket(store, given["prefix"]), given["rank"], given["rate"], given["patience"])
+    """Run the jobs on standard input."""
+    _lower_priority()
+    settings = json.loads(sys.stdin.readline())
+    store = pickle.loads(base64.b64decode(settings["store"]))
+    common = (
+        Bucket(store, settings["prefix"]),
+        settings["rank"],
+        settings["rate"],
+        settings["patience"],
+    )
     follower = Follower(*common)
-    if given["rank"] == 0:
-        more = {name: given[name] for name in ("keep_last", "keep_every", "alive")}
+    if settings["rank"] == 0:
+        more = {name: settings[name] for name in ("keep_last", "keep_every", "alive")}
         follower = Leader(*common, **more)
 
     def listen() -> None:
         for line in sys.stdin:
-            follower.take(json.loads(line))
+            follower.add_job(json.loads(line))
         end()
 
-    def watch() -> None:  # a child that the training forked may keep the pipe
+    def watch() -> None:  # needed because a forked child of the training may keep the pipe open
         try:
-            select.select([os.pidfd_open(given["process"])], [], [])
-        except ProcessLookupError:  # it has ended already
+            select.select([os.pidfd_open(settings["process"])], [], [])
+        except ProcessLookupError:  # the training has already ended
             pass
         except OSError:  # Linux before 5.3
             return
         end()
 
     def end() -> None:
-        follower.take(None)  # uploads in parts are given up in order
+        follower.add_job(None)  # aborts a multipart upload cleanly
         time.sleep(_END_SECONDS)
         os._exit(1)
 
-    for each in (listen, watch, follower.give_signs):
+    for each in (listen, watch, follower.report_progress):
         threading.Thread(target=each, daemon=True).start()
     follower.run()
 
 
-def _stay_behind() -> None:
-    """Leave the processors to the training, also where the scheduler gives each session its share."""
+def _lower_priority() -> None:
+    """Lower this process's priority below the training's, also under a scheduler that groups by session (autogroup)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
     with contextlib.suppress(OSError):

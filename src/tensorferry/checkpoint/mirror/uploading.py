@@ -1,4 +1,4 @@
-"""One file into a bucket, in parts, at a limited rate; and what lies there then is what the file holds."""
+"""Uploads one file to a bucket, in parts, at a limited rate, and verifies that the object has the file's bytes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 PART_NBYTES = 8 << 20
 _PARTS_AT_ONCE = 4
-# S3 takes 10,000 parts of an object.
+# S3 allows 10,000 parts for an object.
 _MAX_PARTS = 9_000
 _MIB = 1 << 20
-_SLICE_SECONDS = 5.0
+_SLICE_SECONDS = 5.0  # the longest single pause, so that an upload that waits still counts as alive
 
 
 class GoneError(Exception):
-    """The local checkpoint is no longer there."""
+    """The local checkpoint does not exist any more."""
 
 
 class Throttle:
-    """Lets so many bytes pass in a second, and no burst of those that it did not let pass before.
+    """Limits a rate of bytes per second; time that was not used does not allow a burst later.
 
     Parameters
     ----------
     rate : int, optional
-        Bytes in a second.
+        The limit in bytes per second.
     pause : function of seconds
-        Waits.
+        Sleeps; an exception that it raises ends the wait.
     clock : function
-        Tells seconds.
+        Returns the time in seconds.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate, self._pause, self._clock = rate, pause, clock
-        self._free = 0.0  # from when on the next byte may pass
+        self._free = 0.0  # the time at which the next byte may pass
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may pass."""
+        """Wait until ``nbytes`` may pass."""
         self._pause(0)
         if self._rate is None:
             return
@@ -61,21 +61,21 @@ class Throttle:
 
 
 def upload(bucket: Bucket, path: Path, key: str, throttle: Throttle) -> int:
-    """Put a file into the bucket, make sure that it is there byte for byte, and return its size.
+    """Upload a file to the bucket, verify the object byte for byte, and return its size.
 
     Raises
     ------
     GoneError
-        There is no such file.
+        The file does not exist.
     ValueError
-        What lies in the bucket differs.
+        The object differs from the file.
     Exception
-        What obstore says, or who waits for the throttle.
+        Any error of obstore, or of the throttle's ``pause``.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 (obstore's FileNotFoundError would be another one)
+        file = open(path, "rb")  # noqa: SIM115 (obstore's errors for missing objects are FileNotFoundErrors, too)
     except FileNotFoundError as error:
-        raise GoneError(f"{str(path)!r} has gone") from error
+        raise GoneError(f"{str(path)!r} does not exist any more") from error
     with file:
         nbytes = os.fstat(file.fileno()).st_size
         part_nbytes = max(PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
@@ -85,7 +85,7 @@ def upload(bucket: Bucket, path: Path, key: str, throttle: Throttle) -> int:
             while part := file.read(part_nbytes):
                 throttle.wait(len(part))
                 digests.append(hashlib.md5(part, usedforsecurity=False).digest())
-                # It came from the drive for this alone, and should not drive other things out of the page cache.
+                # These pages are not needed again, and should not displace others in the page cache.
                 os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
                 yield part
 
@@ -106,7 +106,7 @@ def upload(bucket: Bucket, path: Path, key: str, throttle: Throttle) -> int:
 
 
 def _compare(bucket: Bucket, key: str, file: io.BufferedReader) -> None:
-    """Read an object again, and compare it: ETags are other things where objects are encrypted, or not of S3."""
+    """Download an object, and compare it with the file: outside S3, or with encryption, an ETag is not an MD5."""
     file.seek(0)
     begin = 0
     for piece in obstore.get(bucket.store, bucket.key(key)).stream(min_chunk_size=PART_NBYTES):
@@ -115,4 +115,4 @@ def _compare(bucket: Bucket, key: str, file: io.BufferedReader) -> None:
             raise ValueError(f"{bucket.key(key)}: {where} are not those that were uploaded")
         begin += len(piece)
     if file.read(1):
-        raise ValueError(f"{bucket.key(key)}: {begin} bytes instead of more")
+        raise ValueError(f"{bucket.key(key)}: only {begin} bytes, which is less than was uploaded")

@@ -1,1 +1,1 @@
-"""save() and load(): what people do with torch.save and torch.load."""
+"""save() and load(), in place of torch.save and torch.load."""

@@ -1,4 +1,4 @@
-"""A file to write to that takes its place when it is whole: for torch.save(obj, file) and others."""
+"""A writable file that replaces its target when it is complete: for torch.save(obj, file) and other writers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tensorferry.transfer.replacement import Replacement
 if TYPE_CHECKING:
     from tensorferry.base.checks import Path
 
-# Space is reserved so far ahead: a file that grows with each write takes direct writes one at a time only.
+# Space is reserved this far ahead: direct writes that extend the file are serialized by file systems.
 _RESERVE_NBYTES = 256 << 20
 
 
 class FileWriter(io.RawIOBase):
-    """A new file that replaces ``path`` when it is closed: at the drive's speed, whole or not at all.
+    """A new file that replaces ``path`` atomically when it is closed.
 
-    Pieces are copied into a few aligned buffers and written past the page cache.
+    Data are copied into a few aligned buffers and written with direct I/O.
 
     >>> with FileWriter(path) as file:  # doctest: +SKIP
     ...     torch.save(obj, file)
@@ -26,21 +26,21 @@ class FileWriter(io.RawIOBase):
     Parameters
     ----------
     path : str, bytes or PathLike
-        What is there stays as it is until :meth:`close`; a symbolic link is followed.
+        The target; an existing file is unchanged until :meth:`close`. A symbolic link is followed.
     sync : bool
-        Whether the file would survive a power cut once :meth:`close` has returned.
+        Whether the file must survive a power cut once :meth:`close` has returned.
 
     Raises
     ------
     ValueError
-        What is at the path is no regular file.
+        The path exists, and is not a regular file.
     StorageError, OSError
-        The file cannot be made.
+        The file cannot be created.
 
     Notes
     -----
-    Leaving a ``with`` block by an exception, or :meth:`abort`, gives the new file up. It is written from beginning to
-    end, by one thread: there is no seek().
+    An exception that leaves a ``with`` block, or :meth:`abort`, discards the new file. One thread writes the file
+    sequentially: there is no seek().
     """
 
     def __init__(self, path: Path, *, sync: bool = True) -> None:
@@ -49,7 +49,7 @@ class FileWriter(io.RawIOBase):
 
     @property
     def name(self) -> str:
-        """The path that the file will have."""
+        """The final path of the file."""
         return self._replacement.target
 
     def writable(self) -> bool:
@@ -57,48 +57,48 @@ class FileWriter(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return how many bytes have been written."""
+        """Return the number of bytes written."""
         return self._replacement.file.nbytes
 
     def write(self, data: Any) -> int:
-        """Write a buffer; it may change afterwards.
+        """Write a buffer, which may change after the call.
 
         Raises
         ------
         ValueError
             The file is closed.
         StorageError
-            This or an earlier piece could not be written; the file can only be given up.
+            This or an earlier write failed; the file can only be discarded.
         """
         if self.closed:
             raise ValueError(f"the writer of {self.name!r} is closed")
         file = self._replacement.file
-        with self._replacement.named():
+        with self._replacement.naming_target():
             self._reserve(file.nbytes + memoryview(data).nbytes)
             return file.write_copied(data)
 
     def flush(self) -> None:
-        """Do nothing: what has been written is on its way, and has arrived when :meth:`close` returns."""
+        """Do nothing: writes run in the background, and :meth:`close` waits for them."""
 
     def close(self) -> None:
-        """Finish the file, and let it take its place. Nothing happens if it is closed already.
+        """Finish the file, and put it in place. A second call does nothing.
 
         Raises
         ------
         StorageError, OSError
-            Not everything could be written, made durable, or put in place. What was there has stayed, unless it is
-            only the new file's name that could not be made durable.
+            The data could not be written, made durable, or put in place. The old file is unchanged, unless only the new
+            file's name could not be made durable.
         """
         if not self.closed:
             self.finish().commit()
 
     def finish(self) -> Replacement:
-        """Close, and return the file, all of whose data is on the drive: it has yet to take its place.
+        """Close, and return the complete file for the caller to commit; its data are on the drive.
 
         Raises
         ------
         StorageError, OSError
-            Not everything could be written or made durable: the file is given up.
+            The data could not be written or made durable: the file has been discarded.
         """
         super().close()
         try:
@@ -109,7 +109,7 @@ class FileWriter(io.RawIOBase):
         return self._replacement
 
     def abort(self) -> None:
-        """Give the file up, and close: what was there stays."""
+        """Discard the new file, and close; an existing file is unchanged."""
         if not self.closed:
             super().close()
             self._replacement.abort()
@@ -123,7 +123,7 @@ class FileWriter(io.RawIOBase):
     def __del__(self) -> None:
         if hasattr(self, "_replacement") and not self.closed and not self._replacement.is_parents:
             warnings.warn(
-                f"{self.name!r} was never closed, and is given up", ResourceWarning, 2, self
+                f"{self.name!r} was never closed, and is discarded", ResourceWarning, 2, self
             )
             self.abort()
 
@@ -134,6 +134,6 @@ class FileWriter(io.RawIOBase):
         try:
             file.reserve(nbytes + _RESERVE_NBYTES)
             self._reserved_nbytes = nbytes + _RESERVE_NBYTES
-        except OSError:  # there is no space for so much, or may not be
+        except OSError:  # not enough space to reserve ahead
             file.reserve(nbytes)
             self._reserved_nbytes = nbytes

@@ -1,8 +1,8 @@
-"""Reading an archive of torch.save: its directory, and its payloads ahead of their use, each verified.
+"""Reading an archive of torch.save: its directory, and its payloads, which are read ahead and verified.
 
-Records lie one behind the other, so that the directory alone says where each payload is. Each is read into memory of
-its own, past the page cache: a large one by one transfer of the core, small ones many at a time. Their headers are
-compared with the directory, and so are the CRC-32s that the core takes on the way.
+Records are consecutive, so the directory alone gives the location of each payload. Each payload is read into separate
+memory with direct I/O: a large one by one transfer of the core, small ones many at a time. Local headers are compared
+with the directory, and so are the CRC-32s that the core computes during the transfer.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
 from tensorferry.checkpoint.zipformat import zips
-from tensorferry.transfer import plain
+from tensorferry.transfer import python_files
 from tensorferry.transfer.checksums import Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Where this process finds the files that it has open, whatever has happened to their names.
+# The prefix of paths to this process's open files, which stay valid if a file is renamed or removed.
 OWN_FILES = "/proc/self/fd/"
 
 _PAGE_NBYTES = 4096
-# Payloads from this size on are read by themselves, and need no copy.
+# Payloads of at least this size are read by a separate transfer, and need no copy.
 _LARGE_NBYTES = 1 << 20
-# Small ones are read together up to this.
+# Small payloads are read together, up to this size.
 _RUN_NBYTES = 4 << 20
 
-# Where zipfile looks for the end of the directory.
+# The range in which zipfile looks for the end of the directory.
 _TAIL_NBYTES = 65557
 
 _TORCHS_RECORDS = ("data", "byteorder", "version", ".format_version", ".storage_alignment")
 
-# What zipfile raises where an archive is damaged.
+# Exceptions that zipfile raises for a damaged archive.
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, struct.error),
     *(NotImplementedError, EOFError, RuntimeError, ValueError),
@@ -53,58 +53,57 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class Record:
-    """A record of an archive, as its directory has it."""
+    """A record of an archive, as described by the directory."""
 
     name: str
-    header: int  # where its local header begins in the file
-    begin: int  # and its data
+    header: int  # the offset of its local header in the file
+    begin: int  # the offset of its data
     nbytes: int
     crc: int
 
     @property
     def short_name(self) -> str:
-        """The name without that of the archive."""
+        """The name without the prefix with the archive's name."""
         return self.name.partition("/")[2]
 
     @property
     def end(self) -> int:
-        """Where its data ends."""
+        """The end of its data."""
         return self.begin + self.nbytes
 
 
 class ArchiveDirectory:
-    """What an archive's directory says, and the small records, which are read and verified at once.
+    """An archive's directory, and its small records, which are read and verified immediately.
 
     Parameters
     ----------
     path : str
-        What the file is called in messages.
+        The file's name for messages.
     file : BinaryIO
-        The archive, open as long as this is used.
+        The archive, which must stay open while this is used.
 
     Raises
     ------
     CheckpointError
-        It is none, or damaged.
+        The file is not an archive, or is damaged.
 
     Attributes
     ----------
     payloads : list of Record
-        The storages that are long enough for a mark, in the file's order.
+        The records of storages that are long enough for a mark of :class:`Skeleton`, in file order.
     contents : list of (str, int, bytes)
-        All other records: name, size and data.
+        The name, size and data of all other records.
     foreign : bool
-        Whether only torch can make something of it: records are compressed, bytes are in another order, or it is
-        TorchScript.
+        Whether only torch can load the file: records are compressed, bytes are in another order, or it is TorchScript.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
         self._file = file
-        pread, self.nbytes = plain.reading(file)
+        pread, self.nbytes = python_files.reader_and_size(file)
         self.payloads: list[Record] = []
         self.contents: list[tuple[str, int, bytes]] = []
-        # zipfile takes a failing drive for a file that is no archive.
+        # Read once before zipfile does, because zipfile reports a failing drive as "not a zip file".
         pread(_TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
         try:
             self._archive = zipfile.ZipFile(file)
@@ -114,22 +113,25 @@ class ArchiveDirectory:
         end = self._archive.start_dir
         self.foreign = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         for short in (entry.filename.partition("/")[2] for entry in entries):
-            # torch finds records by names in any case, and would take this for one of its own.
+            # torch looks up records case-insensitively, and would use this record in place of the one that it wrote.
             if short != short.lower() and short.lower().startswith(_TORCHS_RECORDS):
-                raise CheckpointError(f"damaged: no record of torch's is called {short!r}", path)
+                raise CheckpointError(
+                    f"damaged: the record {short!r} differs from one of torch's by its case only",
+                    path,
+                )
         if not self.foreign:
             ends = [entry.header_offset for entry in entries[1:]] + [end]
             self._sort([self._record(entry, end) for entry, end in zip(entries, ends, strict=True)])
 
-    def again(self) -> tensorferry.File:
-        """Open the archive once more, whatever has happened to its name."""
-        return plain.again(self._file)
+    def reopen(self) -> tensorferry.File:
+        """Open the archive again, even if it has been renamed or removed."""
+        return python_files.reopen(self._file)
 
     def check_all(self) -> None:
-        """Verify all records, in whatever way they are written."""
+        """Verify all records, however they are stored."""
         for entry in self._archive.infolist():
             if entry.CRC == 0:
-                continue  # for none
+                continue  # there is no checksum
             try:
                 with self._archive.open(entry) as data:
                     while data.read(_RUN_NBYTES):
@@ -149,7 +151,7 @@ class ArchiveDirectory:
             self.foreign |= record.short_name == "byteorder" and data != sys.byteorder.encode()
 
     def _read(self, records: list[Record]) -> list[bytes]:
-        """Return the data of records, verified."""
+        """Read and verify records, and return their data."""
         buffers = [bytearray(record.end - record.header) for record in records]
         if not records:
             return []
@@ -158,7 +160,7 @@ class ArchiveDirectory:
         for record, buffer in zip(records, buffers, strict=True):
             segments += [record.header - at, buffer]
             at = record.end
-        with self.again() as file:
+        with self.reopen() as file:
             file.read(segments, begin)
         for record, buffer in zip(records, buffers, strict=True):
             view = memoryview(buffer)
@@ -170,20 +172,20 @@ class ArchiveDirectory:
         ]
 
     def check_header(self, record: Record, header: memoryview) -> None:
-        """Compare a record's local header, which begins in the view, with the directory."""
+        """Compare a record's local header, at the beginning of the view, with the directory."""
         with contextlib.suppress(zips.UnknownArchiveError):
             name, nbytes, _ = zips.local_header(header)
             if name == record.name.encode() and record.header + nbytes == record.begin:
                 return
-        raise self.damaged(record, "its header is not what the directory says")
+        raise self.damage_error(record, "its header differs from its entry in the zip directory")
 
     def check_crc(self, record: Record, crc: int) -> None:
-        """Compare a record's CRC-32 with the directory; 0 stands for none (torch's compute_crc32 off)."""
+        """Compare a record's CRC-32 with the directory, where 0 means none (torch's compute_crc32 is off)."""
         if crc != record.crc != 0:
-            raise self.damaged(record, f"its CRC-32 is {crc:08x} instead of {record.crc:08x}")
+            raise self.damage_error(record, f"its CRC-32 is {crc:08x} instead of {record.crc:08x}")
 
-    def damaged(self, record: Record, problem: str) -> CheckpointError:
-        """Return the exception for a record."""
+    def damage_error(self, record: Record, problem: str) -> CheckpointError:
+        """Return the error for a damaged record."""
         return CheckpointError(
             f"damaged: {problem}",
             self.path,
@@ -193,46 +195,47 @@ class ArchiveDirectory:
         )
 
     def _record(self, entry: zipfile.ZipInfo, end: int) -> Record:
-        """Find an entry's data, which ends, with its descriptor, where the next record begins."""
+        """Locate an entry's data: they end, together with the descriptor, where the next record begins."""
         descriptor_nbytes = 0
         if entry.flag_bits & zips.HAS_DESCRIPTOR and entry.file_size > 0:
             wide = max(entry.file_size, entry.header_offset) >= zips.MAX_32
             descriptor_nbytes = 24 if wide else 16
         begin = end - descriptor_nbytes - entry.file_size
         record = Record(entry.filename, entry.header_offset, begin, entry.file_size, entry.CRC)
-        if entry.header_offset < 0:  # zipfile believes a directory that says it begins elsewhere
-            raise self.damaged(record, "it would begin before the file does")
+        if entry.header_offset < 0:  # zipfile does not check the offsets in the directory
+            raise self.damage_error(record, "the zip directory gives a negative offset for it")
         if begin < entry.header_offset + zips.LOCAL_HEADER.size + len(entry.filename.encode()):
-            raise self.damaged(record, "there is no room for it before the next one")
+            raise self.damage_error(record, "its data would overlap the next record")
         return record
 
 
 class Payloads:
-    """A context manager that gives the payloads of an archive as storages, and reads ahead in the file's order.
+    """A context manager that returns the payloads of an archive as storages, and reads ahead in file order.
 
     Parameters
     ----------
     directory : ArchiveDirectory
-        The archive's.
+        The archive's directory.
     """
 
     def __init__(self, directory: ArchiveDirectory) -> None:
-        file = directory.again()
+        file = directory.reopen()
         runs = list(_runs(directory, file))
         self._run_of = {record: (run, k) for run in runs for k, record in enumerate(run.records)}
-        # What payloads take beyond the result where that is on another device.
+        # Payloads that are read ahead need memory in addition to the result if torch copies them to another device. The
+        # limit is for those that torch has not taken yet.
         self._pipeline = Pipeline(runs, memory_nbytes=read_ahead_nbytes())
         self._pipeline.files[directory] = file
 
     def take(self, record: Record) -> Any:
-        """Return a payload once it is read and verified. It can be taken once.
+        """Return a payload when it has been read and verified. Each payload can be taken once.
 
         Raises
         ------
         CheckpointError
-            It is damaged.
+            The payload is damaged.
         StorageError
-            It could not be read.
+            The payload could not be read.
         """
         run, k = self._run_of.pop(record)
         while not run.released and (oldest := self._pipeline.first()) is not None:
@@ -248,7 +251,7 @@ class Payloads:
 
 
 class _RecordRun(Read):
-    """Records next to each other that are read at once."""
+    """Consecutive records that one transfer reads."""
 
     def __init__(
         self, directory: ArchiveDirectory, records: list[Record], file: tensorferry.File
@@ -268,29 +271,30 @@ class _RecordRun(Read):
         for record in self.records:
             self._headers.append(bytearray(record.begin - record.header))
             self._payloads.append(_memory_for(record))
-            # Between them is the checksum that torch writes behind data.
+            # The gap before a header is the descriptor of the previous record.
             segments += [record.header - at, self._headers[-1], self._payloads[-1]]
             at = record.end
         offset = self.records[0].header
         self.futures = (self._file.read_into(segments, offset, checksums=self._sums),)
 
     def take(self, index: int) -> Any:
-        """Return the storage for a record when all of them are here and verified."""
+        """Return the storage of a record, once all records of the run have been read and verified."""
         if not self._is_checked:
             self.wait()
-            self.futures = ()  # it keeps all payloads
+            self.futures = ()  # they refer to all payloads
             crcs = self._sums.segments[2::3]
             for record, header, crc in zip(self.records, self._headers, crcs, strict=True):
                 self._directory.check_header(record, memoryview(header))
                 self._directory.check_crc(record, crc)
             self._is_checked = True
-        payload, self._payloads[index] = self._payloads[index], None  # it may go to another device
+        # Drop the reference, because the caller may copy the payload to another device and free it.
+        payload, self._payloads[index] = self._payloads[index], None
         assert payload is not None
         return payload.untyped_storage()
 
 
 def _memory_for(record: Record) -> torch.Tensor:
-    """Return memory for a payload: if that is large, lying in its pages as the payload does in those of the file."""
+    """Return memory for a payload; for direct I/O, a large payload has the same offset in a page as in the file."""
     if record.nbytes < _LARGE_NBYTES:
         return torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
     start = record.begin % _PAGE_NBYTES

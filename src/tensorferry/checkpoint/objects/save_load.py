@@ -1,18 +1,21 @@
-"""save() and load(): what people do with torch.save and torch.load, at the drive's speed and verified.
+"""save() and load(): torch.save and torch.load, but faster and verified.
 
-`save` has torch make the archive without its payloads (:mod:`tensorferry.checkpoint.zipformat.archive`) and writes
-them in: the file is the one that torch would have written to a file object, byte for byte.
+`save` lets torch write the archive without its payloads (:mod:`tensorferry.checkpoint.zipformat.archive`) and inserts
+them: the file is byte for byte the one that torch would have written to a file object.
 
-`load` has torch unpickle a skeleton of the archive that has a mark for each payload
-(:mod:`tensorferry.checkpoint.objects.skeleton`). torch maps that file, and when it asks for a storage to be put where
-it belongs (`torch.serialization.register_package`), the mark tells which one it is. Payloads are read ahead meanwhile
-(:mod:`tensorferry.checkpoint.objects.payloads`), and each is verified before torch gets it.
+`load` lets torch unpickle a skeleton of the archive with a mark for each payload
+(:mod:`tensorferry.checkpoint.objects.skeleton`). torch maps the skeleton, and calls this module to restore each storage
+to its device (`torch.serialization.register_package`). The mark at the beginning of the storage identifies the payload.
+Payloads are read ahead meanwhile (:mod:`tensorferry.checkpoint.objects.payloads`), and each payload is verified before
+torch gets it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap as mmap_module
+import os
 import pickle
 import threading
 import types
@@ -33,8 +36,12 @@ from tensorferry.checkpoint.zipformat.archive import (
     bytes_of,
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
-from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
-from tensorferry.transfer.plain import open_plain
+from tensorferry.safetensors.errors import (
+    SNIFFED_NBYTES,
+    begins_as_safetensors,
+    wrong_download,
+)
+from tensorferry.transfer.python_files import open_python_file
 from tensorferry.transfer.remote import checked_text
 from tensorferry.transfer.replacement import Replacement
 
@@ -47,49 +54,53 @@ if TYPE_CHECKING:
 
 
 def save(obj: object, path: Path, *, sync: bool = True) -> None:
-    """Save an object as torch.save does: faster, durable, and whole or not at all.
+    """Save an object as torch.save does, but faster, durably and atomically.
 
     Parameters
     ----------
     obj : object
-        Anything that can be pickled; tensors on any device.
+        Any object that can be pickled, with tensors on any device.
     path : str, bytes or PathLike
-        The file. What is there stays until the new one is complete, and is then replaced at one stroke. A symbolic
-        link is followed.
+        The file. An existing file is unchanged until the new one is complete, and is then replaced atomically. A
+        symbolic link is followed.
     sync : bool
-        Whether the file has survived a power cut once this returns.
+        Whether the file must survive a power cut once this returns.
 
     Raises
     ------
     ValueError
-        What is at the path is no regular file.
+        The path exists, and is not a regular file.
     StorageError, OSError
-        The file could not be written: there is no space for it, for example. What was there has stayed.
+        The file could not be written, for example because the disk is full. An existing file is unchanged.
 
     Notes
     -----
-    torch.load reads it. It needs about 60 MiB of memory, whatever the object's size; tensors on NVIDIA GPUs pass
-    through that, and for one on another device its own bytes come on top.
+    torch.load can read the file. A save needs about 60 MiB of memory for any size of the object. Tensors on NVIDIA GPUs
+    are copied through that memory; a storage on another device additionally needs its own size.
     """
-    written(obj, path, sync=sync).commit()
+    if isinstance(obj, (str, os.PathLike)) and not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"path: expected a path, got {type(path).__name__} (the object comes first, then the path)"
+        )
+    write_uncommitted(obj, path, sync=sync).commit()
 
 
-def written(obj: object, path: Path, *, sync: bool, as_archive: bool = True) -> Target:
-    """Write a file as :func:`save` does, and return it: all is on the drive, and it has yet to take its place.
+def write_uncommitted(obj: object, path: Path, *, sync: bool, as_archive: bool = True) -> Target:
+    """Write a file as :func:`save` does, and return it, complete and on the drive, for the caller to commit.
 
-    Without ``as_archive`` it has the format before torch 1.6.
+    Without ``as_archive`` it has the format of torch.save before torch 1.6.
     """
     if not as_archive:
-        return _written_by_torch(obj, path, sync=sync, as_archive=False)
+        return _write_by_torch(obj, path, sync=sync, as_archive=False)
     try:
         archive, storages = _archive_and_storages(obj)
     except (UnknownArchiveError, RuntimeError):
-        # There is no way without payloads in this torch, or for this object (quantized tensors). What is wrong with
-        # the object itself is raised here.
-        return _written_by_torch(obj, path, sync=sync, as_archive=True)
+        # This torch, or this kind of object (quantized tensors), does not support an archive without payloads. If the
+        # object itself cannot be saved, the error is raised here.
+        return _write_by_torch(obj, path, sync=sync, as_archive=True)
     sums = tensorferry.Checksums(segments=True)
     new = Replacement(path, sync=sync, reserve_nbytes=archive.nbytes, checksums=sums)
-    with _given_up_if_it_fails(new), new.named():
+    with _abort_on_failure(new), new.naming_target():
         segments: list[int] = []
         for index, piece in enumerate(archive.pieces):
             new.file.write_bytes(piece, archive.fields(index, segments))
@@ -102,9 +113,9 @@ def written(obj: object, path: Path, *, sync: bool, as_archive: bool = True) -> 
     return new
 
 
-def _written_by_torch(obj: object, path: Path, *, sync: bool, as_archive: bool) -> Target:
+def _write_by_torch(obj: object, path: Path, *, sync: bool, as_archive: bool) -> Target:
     file = FileWriter(path, sync=sync)
-    with _given_up_if_it_fails(file):
+    with _abort_on_failure(file):
         try:
             torch.save(obj, file, _use_new_zipfile_serialization=as_archive)  # type: ignore[arg-type]
         except RuntimeError as error:
@@ -113,7 +124,7 @@ def _written_by_torch(obj: object, path: Path, *, sync: bool, as_archive: bool) 
 
 
 @contextlib.contextmanager
-def _given_up_if_it_fails(new: Target | FileWriter) -> Iterator[None]:
+def _abort_on_failure(new: Target | FileWriter) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -128,51 +139,56 @@ def load(
     weights_only: bool = True,
     map_location: Any = None,
 ) -> Any:
-    """Load what :func:`save` or torch.save has saved: faster, and verified, which torch.load never does.
+    """Load a file of :func:`save` or torch.save: faster than torch.load, and verified, which torch.load never does.
 
     Parameters
     ----------
     path : str, bytes or PathLike, or pair of store and key
-        The file, or an object of a bucket: see :func:`tensorferry.open`.
+        The file, or an object in a bucket; see :func:`tensorferry.open`.
     mmap : bool
-        Map the file instead of reading it, as torch.load does; tensors' bytes are read when they are used, and are
+        Map the file instead of reading it, as torch.load does; the bytes of tensors are read on first access, and are
         not verified.
     weights_only : bool
-        Whether to refuse what could run code: anything but tensors, plain containers, and types that were declared
-        safe. Set it to False for files from a source you trust.
+        Whether to refuse anything that could run code: only tensors, plain containers, and types that were declared
+        safe are accepted. Set it to False only for files from a trusted source.
     map_location : None, str, torch.device, dict or callable
-        Where tensors go, as for torch.load.
+        The devices for tensors, as for torch.load.
 
     Returns
     -------
     object
-        What was saved.
+        The saved object.
 
     Raises
     ------
     CheckpointError
-        The file is damaged: bytes differ from what was saved. Or it is empty.
+        The file is empty, or damaged: its bytes differ from those that were saved.
     StorageError, OSError
-        It could not be read.
+        The file could not be read.
     pickle.UnpicklingError
-        It holds what ``weights_only`` refuses.
+        The file holds an object that ``weights_only`` refuses.
 
     Notes
     -----
-    Files in torch's older formats, and TorchScript, are left to torch.load. So is a file that has no checksums
-    (written with ``torch.utils.serialization.config.save.compute_crc32`` off) in what concerns verification.
+    Files in torch's older formats, and TorchScript, are loaded by torch.load. A file without checksums (written with
+    ``torch.utils.serialization.config.save.compute_crc32`` off) is loaded without verification.
     """
     text = checked_text(path)
     options: dict[str, Any] = {"weights_only": weights_only, "map_location": map_location}
     if mmap and is_url(text):
-        raise ValueError(f"mmap: {text!r} is an object of a bucket, which cannot be mapped")
-    with _named(text), open_plain(text, buffered=True) as file:
+        raise ValueError(f"mmap: {text!r} is an object in a bucket, which cannot be mapped")
+    with _name_in_errors(text), open_python_file(text, buffered=True) as file:
         torchs: Any = file if is_url(text) else text
-        begin = file.read(LOOKED_AT_NBYTES)
+        begin = file.read(SNIFFED_NBYTES)
         if not begin:
             raise CheckpointError("it is empty", text)
-        if other := something_else(begin):
+        if other := wrong_download(begin):
             raise CheckpointError(other, text)
+        if begins_as_safetensors(begin):
+            raise CheckpointError(
+                "it is a safetensors file (remedy: load it with tensorferry.safetensors.torch.load_file)",
+                text,
+            )
         if not begin.startswith(b"PK\3\4"):
             if weights_only:
                 _screen_old(text, file)
@@ -188,26 +204,30 @@ def load(
             return torch.load(torchs, mmap=mmap, **options)
         with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
             if callable(map_location):
-                options["map_location"] = loading.filling(map_location)
+                options["map_location"] = loading.map_location_with(map_location)
             return torch.load(loading.path, mmap=True, **options)
 
 
 def _screen(path: str, directory: ArchiveDirectory, torchs: Any) -> None:
-    """Refuse what would crash torch.load(weights_only=True)."""
+    """Refuse a pickle that would crash torch.load(weights_only=True)."""
     found = [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
     try:
-        if torchs is not None:  # who may see other records
+        # torch reads the file itself, and may find another record than zipfile.
+        if torchs is not None:
             found = [torch._C.PyTorchFileReader(torchs).get_record("data.pkl")]
         for pickled in found:
             screen(pickled)
     except MalformedError as error:
         raise CheckpointError(f"its pickle is damaged ({error})", path) from None
-    except RuntimeError:  # torch says it in its own words
+    except RuntimeError:  # torch.load will raise its own error
         return
 
 
 def _screen_old(path: str, file: BinaryIO) -> None:
-    """Do the same with the formats before torch 1.6: five pickles, then payloads."""
+    """Refuse pickles that would crash torch.load(weights_only=True) in the format before torch 1.6.
+
+    A file of that format begins with five pickles, which payloads follow.
+    """
     with contextlib.ExitStack() as stack:
         if is_url(path):
             file.seek(0)
@@ -222,22 +242,27 @@ def _screen_old(path: str, file: BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Let failures to read a file that is open name its path."""
+def _name_in_errors(path: str) -> Iterator[None]:
+    """Add the path to errors of reading an open file."""
     try:
         yield
     except OSError as error:
         if error.filename is None or str(error.filename).startswith(OWN_FILES):
             error.filename = path
+        if error.errno == errno.EISDIR and error.filename == path:
+            error.strerror = (
+                f"{error.strerror} (remedy: load a folder with a checkpoint with torch.distributed.checkpoint.load "
+                "and tensorferry.checkpoint.FileSystemReader)"
+            )
         raise
 
 
 def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStorage]]:
-    """Return the archive that torch.save would write, and whose bytes its payloads are."""
+    """Return the archive that torch.save would write, and the storages of its payloads in the order of the archive."""
     found: dict[str, Any] = {}
 
     class Pickler(pickle.Pickler):
-        # torch derives its own from this one, with a persistent_id() that names the storages.
+        # torch derives its pickler from this class, and overrides persistent_id(), which names the storages.
         def __init_subclass__(cls) -> None:
             name_of = cls.persistent_id
 
@@ -256,14 +281,14 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
         for key, item in found.items()
     }
     nbytes = {key: storage.nbytes() for key, storage in storages.items() if storage.nbytes() > 0}
-    # By their names, in whatever order torch writes them.
+    # Match storages to payloads by name, because the order depends on torch's version.
     if dict(zip(archive.payload_keys, archive.payload_nbytes, strict=True)) != nbytes:
-        raise UnknownArchiveError("payloads that are not the storages")
+        raise UnknownArchiveError("payloads that do not match the storages")
     return archive, [storages[key] for key in archive.payload_keys]
 
 
 class _Loading:
-    """A context manager: what puts payloads where torch has storages of a skeleton, in this thread."""
+    """A context manager that replaces the storages of a skeleton with payloads, for loads of the current thread."""
 
     def __init__(self, directory: ArchiveDirectory, payloads: Payloads) -> None:
         self._directory = directory
@@ -271,13 +296,14 @@ class _Loading:
         self._records = directory.payloads
         self._last: tuple[int, torch.UntypedStorage] | None = None
         marks = [(record.name, record.nbytes, k) for k, record in enumerate(self._records)]
-        # Without a version of the format torch looks where records are; else it may compute that.
+        # Leave out the record with the format version: if it exists, torch may compute the offsets of records rather
+        # than look them up, and the offsets in the skeleton are different.
         contents = [one for one in directory.contents if not one[0].endswith("/.format_version")]
         self._skeleton = Skeleton([*contents, *marks])
         self.path = self._skeleton.path
 
-    def filled(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Return the payload for a storage of the skeleton, None for any other storage."""
+    def payload_for(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return the payload for a storage of the skeleton; None for any other storage."""
         index = self._skeleton.mark_of(storage)
         if index is None:
             return None
@@ -286,22 +312,23 @@ class _Loading:
         payload = self._last[1]
         if payload.nbytes() != storage.nbytes():
             record = self._records[index]
-            raise self._directory.damaged(
-                record, f"the pickle says it has not {record.nbytes} bytes"
+            raise self._directory.damage_error(
+                record, f"its size of {record.nbytes} bytes is not the one in the pickle"
             )
         return payload
 
-    def filling(self, function: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        """Return a map_location that calls another with what has been filled."""
+    def map_location_with(self, function: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        """Return a map_location that calls ``function`` with the payload."""
 
         def map_location(storage: torch.UntypedStorage, location: str) -> Any:
-            payload = self.filled(storage)
+            payload = self.payload_for(storage)
             return function(storage if payload is None else payload, location)
 
         return map_location
 
     def __enter__(self) -> _Loading:
-        self._outer = getattr(_thread, "loading", None)  # of an object that loads others
+        # A load may run inside another one, when an object is unpickled.
+        self._outer = getattr(_thread, "loading", None)
         _thread.loading = self
         return self
 
@@ -314,13 +341,13 @@ _thread = threading.local()
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Put a storage where it belongs, for torch.load: None if it is not one that this module knows."""
+    """Restore a storage for torch.load; return None for a storage that is not in a skeleton."""
     loading: _Loading | None = getattr(_thread, "loading", None)
-    payload = loading.filled(storage) if loading is not None else None
+    payload = loading.payload_for(storage) if loading is not None else None
     if payload is None:
         return None
     return torch.serialization.default_restore_location(payload, location)  # type: ignore[no-untyped-call]
 
 
-# Before torch's own, which leave CPU storages as they are.
+# Priority 0 comes before torch's own restore functions, which return CPU storages unchanged.
 torch.serialization.register_package(0, lambda storage: None, _restore)  # noqa: ARG005

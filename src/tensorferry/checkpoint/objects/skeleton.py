@@ -1,7 +1,7 @@
-"""A torch.save archive without its payloads, in memory: what torch unpickles while the payloads are read elsewhere.
+"""A skeleton of a torch.save archive: the archive in memory without payloads, which torch unpickles to load.
 
-Each payload is replaced by a mark, 24 bytes that say which one it is; the space it would take overlaps what follows,
-since nobody reads it. Payloads shorter than a mark are there themselves.
+Each payload is replaced by a mark: 24 bytes with a random token and the payload's number. The rest of the payload's
+space is never read, so the following records are written into it. Payloads that are shorter than a mark are kept.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ _ALIGNMENT = 64
 
 
 class Skeleton:
-    """The archive, as a file that has no name on any disk. Close it.
+    """A skeleton, as an anonymous file in memory. The caller must close it.
 
     Parameters
     ----------
     records : iterable of (name, nbytes, content)
-        What it holds; where the content is an int, a mark with that number.
+        The records of the archive; an int as content stands for a mark with that number.
 
     Attributes
     ----------
     path : str
-        Where this process finds it.
+        The path of the file, valid in this process.
     """
 
     def __init__(self, records: Iterable[tuple[str, int, bytes | int]]) -> None:
-        self._token = secrets.token_bytes(16)  # no other memory begins with it
+        self._token = secrets.token_bytes(16)  # random, so that only marks begin with it
         body, directory = bytearray(), bytearray()
         count = end = 0
         for text, nbytes, content in records:
             name = text.encode()
             data = content if isinstance(content, bytes) else _MARK.pack(self._token, content)
             crc = crc32(data) if isinstance(content, bytes) else 0
-            directory += zips.packed_entry(name, nbytes, crc, len(body))
-            body += zips.packed_header(name, nbytes, crc, len(body), _ALIGNMENT)
+            directory += zips.pack_entry(name, nbytes, crc, len(body))
+            body += zips.pack_header(name, nbytes, crc, len(body), _ALIGNMENT)
             end = max(end, len(body) + nbytes)
             body += data
             count += 1
         end = max(end, len(body))
-        directory += zips.packed_ends(count, end, len(directory))
+        directory += zips.pack_ends(count, end, len(directory))
         self._descriptor = os.memfd_create("tensorferry-skeleton")
         self.path = f"/proc/self/fd/{self._descriptor}"
         with os.fdopen(self._descriptor, "r+b", closefd=False) as file:
             file.write(body)
-            file.seek(end)  # memory that is never written takes none
+            file.seek(end)  # the gap is never written, so it uses no memory
             file.write(directory)
 
     def mark_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of the mark that a storage begins with, None for any other storage."""
+        """Return the number of the mark at the beginning of a storage; None for a storage without a mark."""
         if storage.device.type != "cpu" or storage.nbytes() < MARK_NBYTES:
             return None
         token, number = _MARK.unpack(ctypes.string_at(storage.data_ptr(), MARK_NBYTES))
         return number if token == self._token else None
 
     def close(self) -> None:
-        """Let the file go; what has been mapped stays."""
+        """Close the file; existing mappings of it remain valid."""
         os.close(self._descriptor)

@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint's classes: writing and reading a directory of a checkpoint."""
+"""Classes for torch.distributed.checkpoint, which write and read the directory of a checkpoint."""

@@ -1,4 +1,4 @@
-"""Tensors from wherever their parts lie, written one after the other to a new file, in bounded memory."""
+"""Assembly of tensors from parts in several files; the tensors are written one after the other, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.storage.reader import ItemLoad, Lent
+from tensorferry.checkpoint.storage.reader import ItemLoad, PreallocatedPlanner
 from tensorferry.checkpoint.storage.reading import Reading
 
 if TYPE_CHECKING:
@@ -21,28 +21,29 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
     from tensorferry.checkpoint.storage.contents import Item
-    from tensorferry.checkpoint.storage.reading import DataFile, Want
+    from tensorferry.checkpoint.storage.reading import DataFile, ReadRequest
     from tensorferry.transfer.new_file import NewFile
 
-# So much is read at a time, while what was read before is being written; no box has more.
+# Tensors are cut into boxes of at most _BOX_NBYTES. Boxes are read in batches of at most _BATCH_COUNT boxes and
+# _BATCH_NBYTES bytes. A batch is read while the previous batch is written.
 _BATCH_NBYTES = 24 << 20
 _BOX_NBYTES = 8 << 20
 _BATCH_COUNT = 1024
 
 
 class PartsSource(Protocol):
-    """Files in which parts of tensors lie."""
+    """Files that hold parts of tensors."""
 
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each file."""
+        """Return the items of each file, as :meth:`ItemLocator.locate` does."""
 
     def read(
         self,
         reading: Reading,
         by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[Want]],
+        begin: Callable[[Item, DataFile], Iterator[ReadRequest]],
     ) -> None:
-        """Read items."""
+        """Read items, as :meth:`ItemLocator.read` does."""
 
 
 def write_tensors(
@@ -52,27 +53,27 @@ def write_tensors(
     source: PartsSource,
     count: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Write tensors, whole and in C order, one after the other.
+    """Write complete tensors, in C order, one after the other.
 
     Parameters
     ----------
     file : NewFile
-        Where to.
+        The file to write to.
     names : iterable of str
-        Which, in their order.
+        The tensors, in the order in which they are written.
     tensors : mapping of str to TensorStorageMetadata
-        Of what parts they are.
+        The parts of each tensor.
     source : PartsSource
-        Where these lie.
+        The files that hold the parts.
     count : function of an int, optional
-        Told of bytes that have been read.
+        Called with the number of bytes that have been read.
 
     Raises
     ------
     CheckpointError
-        A part is missing, or damaged.
+        A part is missing or damaged.
     StorageError
-        Something could not be read or written.
+        A file could not be read or written.
     """
     boxes: list[torch.Tensor] = []
     requests: list[tuple[ReadItem, torch.Tensor]] = []
@@ -81,7 +82,7 @@ def write_tensors(
     def flush() -> None:
         nonlocal nbytes
         _read(source, requests)
-        # The stream's own buffers are what is being written while the next ones are read.
+        # write() copies to the stream's own buffers, which are written while the next batch is read.
         file.write(boxes)
         file.wait_until_copied()
         count(nbytes)
@@ -112,7 +113,7 @@ def read_box(
 def _boxes(
     name: str, described: TensorStorageMetadata
 ) -> Iterator[tuple[torch.Tensor, list[tuple[ReadItem, torch.Tensor]]]]:
-    """Return memory for a tensor's elements, in their order, and what is to be read into its parts."""
+    """Return memory for a tensor's elements, in order, with the read items for the parts of that memory."""
     sizes, dtype = tuple(described.size), described.properties.dtype
     whole = (0,) * len(sizes), sizes
     for slab in slabs(sizes, *whole, max_span=max(1, _BOX_NBYTES // dtype.itemsize), max_gap=0):
@@ -133,7 +134,7 @@ def _box(
         wanted.append((request, box[place] if place else box))
     if sum(math.prod(request.lengths) for request, _ in wanted) < box.numel():
         raise CheckpointError(
-            f"parts of it are missing: of {list(chunk.sizes)} at {list(chunk.offsets)} not all is there",
+            f"parts of it are missing: {list(chunk.sizes)} at {list(chunk.offsets)} is not completely covered",
             names=(name,),
         )
     return box, wanted
@@ -141,7 +142,7 @@ def _box(
 
 def _read(source: PartsSource, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
     contents: Any = source
-    planner: Any = Lent(requests)
+    planner: Any = PreallocatedPlanner(requests)
     with Reading() as reading:
         load = ItemLoad(contents, reading, planner, lambda _: None)
         source.read(reading, source.locate([request for request, _ in requests]), load.begin)

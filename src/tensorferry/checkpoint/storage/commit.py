@@ -1,9 +1,9 @@
-"""The moment from which a checkpoint is the new one: one rename of `.metadata`, and all that must come before it.
+"""Committing a checkpoint: one rename of `.metadata`, and the steps that must come before and after it.
 
-At every instant the directory holds the old checkpoint whole or the new one whole. Data files of a save have names that
-no other save used, and are on the drive, names included, before the new `.metadata` takes the place of the old one in
-one step. Only then is removed what nothing refers to any more: files of the checkpoint before, and, where no other save
-is alive (:mod:`tensorferry.checkpoint.storage.savers`), of saves that did not come to their end.
+At every instant the directory holds either the complete old checkpoint or the complete new one. The data files of a
+save have names that no other save used. They are fsynced, with their directory entries, before the rename replaces the
+old `.metadata` atomically. Files that are no longer referenced are removed only after that: those of the previous
+checkpoint and, when no other save is alive (:mod:`tensorferry.checkpoint.storage.savers`), those of unfinished saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry.base.file_locks import unread
+from tensorferry.base.file_locks import writer_lock
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
     CHUNK_NBYTES,
@@ -38,7 +38,7 @@ from tensorferry.checkpoint.storage.metadata import (
 from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
 from tensorferry.transfer.publication import (
-    removed_if_it_fails,
+    remove_on_error,
     rename,
     sync_directory,
     unlink,
@@ -56,32 +56,33 @@ if TYPE_CHECKING:
 
 METADATA_VERSION = "1.0.0"
 
-# Data files of torch (__0_0.distcp) and ours (__0_1f40fc92da241694_0.distcp), by rank.
+# Names of data files of torch (__0_0.distcp) and of our writer (__0_1f40fc92da241694_0.distcp). _DATA_FILE matches a
+# file's name, and its group is the rank. _ANY_NAME finds the names in a pickle.
 _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
 _ANY_NAME = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
-# Metadata that is being written; that of all ranks, or of one.
+# Names of temporary metadata; the group is the rank, or None for metadata of all ranks.
 _UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata\.[0-9a-f]{16}\.tmp")
 
 # The latest protocol that every supported Python reads.
 _PICKLE_PROTOCOL = 4
-# What TensorProperties pickled to before torch 2.15, which reads it as well; older ones read nothing else.
+# The fields of TensorProperties before torch 2.15. Later versions read this form too; older ones read only this form.
 _PORTABLE_PROPERTIES = 5
 
 
-def is_of_a_save(name: str) -> bool:
-    """Return whether files of this name are a save's, and no checkpoint by themselves."""
+def is_save_file(name: str) -> bool:
+    """Return whether a file name belongs to a save, so that the file alone is not a checkpoint."""
     return name == LOCK_NAME or any(
         each.fullmatch(name) for each in (_DATA_FILE, _UNFINISHED_METADATA)
     )
 
 
 def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
-    """Enter what all ranks wrote, and check that it is everything that was planned.
+    """Enter the results of all ranks, and check that every planned part was written.
 
     Raises
     ------
     CheckpointError
-        Something that the metadata describes was not written.
+        A part that the metadata describes was not written.
     """
     storage_data: dict[MetadataIndex, Any] = {}
     files: dict[str, tuple[int, bytes]] = {}
@@ -92,36 +93,35 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
             summary: FileSummary | None = info.__dict__.pop("tensorferry_file", None)
             if summary is not None:
                 files[info.relative_path] = (summary.nbytes, summary.chunk_crcs)
-            _complete_place(metadata, result.index, info)
+            _keep_valid_place(metadata, result.index, info)
     check_complete(metadata, storage_data)
-    if "version" in {field.name for field in dataclasses.fields(metadata)}:  # since torch 2.9
+    if "version" in {field.name for field in dataclasses.fields(metadata)}:  # torch 2.9 and later
         metadata.version = METADATA_VERSION
     metadata.storage_data = storage_data
-    metadata.__dict__.pop(EXTRAS, None)  # of a save before, where a planner keeps its metadata
+    metadata.__dict__.pop(EXTRAS, None)  # from a previous save, if the planner reuses its metadata
     if files:
         extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
         metadata.__dict__[EXTRAS] = extras
 
 
 def check_complete(metadata: Metadata, written: Container[MetadataIndex]) -> None:
-    """Check that everything that was planned has been written.
+    """Check that every planned part has been written.
 
     Raises
     ------
     CheckpointError
-        Something has not.
+        A part has not been written.
     """
-    missing = [index for index in _planned(metadata) if index not in written]
+    missing = [index for index in _planned_indexes(metadata) if index not in written]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
-            "one stays",
+            f"{len(missing)} of the planned parts have not been written; the checkpoint before this one stays",
             names=tuple(sorted({index.fqn for index in missing})),
         )
 
 
-def _complete_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:
-    """Leave the place of a payload in, if it is of the type that the metadata gives to all parts of its tensor."""
+def _keep_valid_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:
+    """Keep the payload's location in ``info`` only if the payload has the dtype of the tensor in the metadata."""
     place = info.__dict__.get(EXTRAS)
     if place is None:
         return
@@ -132,7 +132,7 @@ def _complete_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None
         del info.__dict__[EXTRAS]
 
 
-def _planned(metadata: Metadata) -> Iterable[MetadataIndex]:
+def _planned_indexes(metadata: Metadata) -> Iterable[MetadataIndex]:
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             for chunk in described.chunks:
@@ -150,70 +150,72 @@ def replace(
     overwrite: bool = True,
     sync: bool,
 ) -> None:
-    """Make a checkpoint the new one, and remove what nothing refers to any more.
+    """Commit a checkpoint, and remove the files that nothing refers to any more.
 
     Parameters
     ----------
     directory : Path
-        The checkpoint's.
+        The checkpoint's directory.
     metadata : Metadata
-        As :func:`complete_metadata` leaves it.
+        The metadata, completed by :func:`complete_metadata`.
     saver : Saver
-        Of this save.
+        The locks of this save.
     rank : int, optional
-        The rank whose checkpoint it is, if it is one of its own.
+        The rank, for a checkpoint that one rank saves without the others.
     overwrite : bool
-        Whether there may be one that it takes the place of.
+        Whether an existing checkpoint may be replaced.
     sync : bool
-        Whether it would survive a power cut once this has returned.
+        Whether the checkpoint must survive a power cut once this has returned.
 
     Raises
     ------
     CheckpointError
-        Files are missing, or there is a checkpoint that must stay.
+        Files are missing, or there is a checkpoint that may not be replaced.
     """
     path = metadata_path(directory, rank)
-    with saver.turn(), saver.alone() as alone:
+    with saver.commit_turn(), saver.exclusive() as alone:
         _check_files(directory, metadata)
-        # As when the save began; but others may have come to their end since.
+        # Both conditions below were checked when the save began, but other saves may have committed since.
         if rank is not None:
-            refuse_beside_all(directory)
+            refuse_if_all_ranks_saved(directory)
         if not overwrite and path.exists():
             raise CheckpointError(
-                "there is a checkpoint by now, and overwrite=False", str(directory)
+                "another save has completed a checkpoint in this directory meanwhile, and overwrite=False forbids "
+                "replacing it",
+                str(directory),
             )
-        # Other saves have files that no metadata names yet.
+        # Without exclusive access, remove only files that the old metadata names: other saves may be writing the rest.
         removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync, overwrite=overwrite)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
-        # A save has succeeded even if what it replaces cannot be removed now, or is being loaded; the next one tries
+        # The save has succeeded even if the old files cannot be removed now, or are being loaded. The next save tries
         # again.
-        with contextlib.suppress(OSError), unread(directory, METADATA_NAME) as is_unread:
+        with contextlib.suppress(OSError), writer_lock(directory, METADATA_NAME) as is_unread:
             if is_unread:
                 remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
             if alone:
                 remove_unfinished(directory, rank=rank)
 
 
-def refuse_beside_all(directory: Path) -> None:
-    """Refuse a rank's own checkpoint where there is one of all ranks.
+def refuse_if_all_ranks_saved(directory: Path) -> None:
+    """Raise if the directory holds a checkpoint of all ranks, which a single rank's checkpoint cannot replace.
 
     Raises
     ------
     CheckpointError
-        There is one.
+        The directory holds a checkpoint of all ranks.
     """
     if metadata_path(directory).exists():
-        # Every load would go on reading that one, and there is no moment at which it could be removed.
+        # Loads would continue to read the old checkpoint, and no single rank can safely decide when to remove it.
         raise CheckpointError(
-            "the directory holds a checkpoint of all ranks together, which one saved with use_collectives=False "
-            "cannot take the place of; save to another directory",
+            "the directory has a checkpoint that all ranks saved together; a save with use_collectives=False cannot "
+            "replace it (remedy: save to another directory)",
             str(directory),
         )
 
 
 def _check_files(directory: Path, metadata: Metadata) -> None:
-    """Check that every file that metadata names is there, with its size."""
+    """Check that every file that the metadata names exists and has its size."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -225,7 +227,7 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
         except FileNotFoundError:
             raise CheckpointError(
                 "a file of this save is missing; the checkpoint before this one stays (likely causes: the ranks do "
-                "not share the directory, or somebody removed it)",
+                "not share the directory, or the file was removed)",
                 str(path),
             ) from None
         if nbytes != files[name][0] if name in files else nbytes < end:
@@ -237,29 +239,34 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
 
 
 def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True) -> None:
-    """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
+    """Write metadata with atomic replacement: temporary file, fsync, rename. This commits the checkpoint."""
     pickled = _pickled(metadata)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     write_temporary(temporary, pickled, trailer_of(pickled), sync=sync)
-    with removed_if_it_fails(temporary):
-        if overwrite or not _named(temporary, path):
+    with remove_on_error(temporary):
+        if overwrite or not _link_if_absent(temporary, path):
             rename(temporary, path)
     if sync:
         sync_directory(path.parent)
-        # It may be somebody else's, and then was made long ago.
+        # The parent directory may belong to another user; then it is not new, and its entries are already on the drive.
         with contextlib.suppress(PermissionError):
             sync_directory(path.parent.parent)
 
 
-def _named(temporary: Path, path: Path) -> bool:
-    """Give a file its name unless something has it: where there are no locks, others may have been faster."""
+def _link_if_absent(temporary: Path, path: Path) -> bool:
+    """Link a file to its final name, unless that exists: without locks, another save may have committed first.
+
+    Return False if the file system does not support hard links.
+    """
     try:
         path.hardlink_to(temporary)
     except FileExistsError:
         raise CheckpointError(
-            "there is a checkpoint by now, and overwrite=False", str(path.parent)
+            "another save has completed a checkpoint in this directory meanwhile, and overwrite=False forbids "
+            "replacing it",
+            str(path.parent),
         ) from None
-    except OSError:  # a file system without links
+    except OSError:  # the file system does not support hard links
         return False
     temporary.unlink()
     return True
@@ -278,38 +285,39 @@ def remove_replaced(
     Parameters
     ----------
     directory : Path
-        The checkpoint's.
+        The checkpoint's directory.
     referenced : iterable of str
-        Names of the files that stay.
+        Names of the files to keep.
     removable : iterable of str, optional
-        Names of the files that may be removed; None: all others, as no other save is alive.
+        Names of the files that may be removed. None allows the removal of all files that are not in ``referenced``,
+        and is only valid when no other save is alive.
     rank : int, optional
-        The rank whose files alone are looked at, for a checkpoint of its own.
+        For the checkpoint of one rank: only this rank's files are removed.
     sync : bool
-        Whether to make sure that metadata is gone before files that it refers to.
+        Whether the removal of stale metadata must reach the drive before its data files are removed.
     """
     if rank is None:
-        # Metadata of single ranks is not looked at once there is one for all.
+        # Readers ignore the metadata of single ranks once there is one for all ranks.
         stale = [path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name)]
         unlink(stale)
         if stale and sync:
             sync_directory(directory)
     keep = set(referenced)
-    may_go = None if removable is None else set(removable)
+    removable_names = None if removable is None else set(removable)
     unlink(
         path
         for path in _data_files(directory, rank)
-        if path.name not in keep and (may_go is None or path.name in may_go)
+        if path.name not in keep and (removable_names is None or path.name in removable_names)
     )
 
 
 def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
-    """Remove what is left of saves that did not come to their end, else they might fill the disk.
+    """Remove the files of unfinished saves, which would fill the disk in time.
 
-    No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed; and
-    nothing while somebody loads.
+    No other save may be alive. No data file is removed if there is metadata that another program wrote or that is
+    damaged, and no file at all while the checkpoint is being loaded.
     """
-    with unread(directory, METADATA_NAME) as is_unread:
+    with writer_lock(directory, METADATA_NAME) as is_unread:
         if is_unread:
             _remove_leftovers(directory, rank)
 
@@ -323,7 +331,7 @@ def _remove_leftovers(directory: Path, rank: int | None) -> None:
             pickled, trailer = content[:-TRAILER_NBYTES], content[-TRAILER_NBYTES:]
             if trailer != trailer_of(pickled):
                 return
-            # Names stand in a pickle as they are; a mention too many only keeps a file for longer.
+            # File names appear verbatim in a pickle. A false match only keeps a file for longer.
             mentioned.update(name.decode() for name in re.findall(OWN_NAME, pickled))
     unlink(
         path
@@ -333,7 +341,7 @@ def _remove_leftovers(directory: Path, rank: int | None) -> None:
 
 
 def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:
-    """Remove metadata that was being written when its save was killed; no other save may be alive."""
+    """Remove temporary metadata of saves that were killed; no other save may be alive."""
     unlink(
         path
         for path in directory.iterdir()
@@ -343,7 +351,7 @@ def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:
 
 
 def _names_in(metadata: Iterable[Path]) -> set[str]:
-    """Return the names of data files in metadata, as far as it can be read; they stand in a pickle as they are."""
+    """Return the names of data files in metadata files that can be read; names appear verbatim in a pickle."""
     names: set[str] = set()
     for path in metadata:
         with contextlib.suppress(OSError):
@@ -352,7 +360,7 @@ def _names_in(metadata: Iterable[Path]) -> set[str]:
 
 
 def _metadata_files(directory: Path, rank: int | None) -> list[Path]:
-    """Return the metadata that a checkpoint takes the place of."""
+    """Return the existing metadata files that a new checkpoint, of all ranks or of one ``rank``, replaces."""
     if rank is not None:
         return [path for path in [metadata_path(directory, rank)] if path.exists()]
     return [
@@ -373,10 +381,10 @@ def _data_files(directory: Path, rank: int | None) -> list[Path]:
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Pickle metadata so that every supported torch can read it."""
+    """Pickle metadata in a form that every supported torch can read."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, _PICKLE_PROTOCOL)
-    # Other than reducer_override(), it costs a call for these objects alone.
+    # reducer_override() would be called for every object; a dispatch table is used for this class only.
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _portable_properties}
     pickler.dump(metadata)
     return file.getvalue()

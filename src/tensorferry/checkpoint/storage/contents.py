@@ -1,4 +1,9 @@
-"""A checkpoint's data files: where the items of a load plan lie in them, and whether they are what was written."""
+"""A checkpoint's data files: locating the items of a load plan in them, and verifying their bytes.
+
+A blob is the bytes that torch.save writes for one tensor or object. The payload is the range of a blob that has the
+elements of the tensor. Files that tensorferry wrote have a checksum for each chunk of the file
+(:mod:`tensorferry.checkpoint.storage.reading`); in other files only the checksums inside each blob are available.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from tensorferry.base.ranges import is_inside
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
-from tensorferry.checkpoint.garbage import uncollected
-from tensorferry.checkpoint.storage import delivery, plain_objects
+from tensorferry.checkpoint.garbage import collection_paused
+from tensorferry.checkpoint.storage import destinations, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
     data_file,
@@ -28,11 +33,11 @@ from tensorferry.checkpoint.storage.metadata import (
     read_metadata,
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
-from tensorferry.checkpoint.storage.reading import DataFile, Reading, Want
+from tensorferry.checkpoint.storage.reading import DataFile, Reading, ReadRequest
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
 from tensorferry.errors import StorageError
-from tensorferry.transfer.remote import place
+from tensorferry.transfer.remote import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,16 +50,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Item:
-    """An item of a load plan, and where it lies.
+    """An item of a load plan with its location.
 
     Attributes
     ----------
     request : ReadItem
         The item.
     info : _StorageInfo
-        The place of its blob.
+        The location of the blob that has the item.
     payload : Payload or None
-        The place of its elements in the file; None where the blob is read whole.
+        The location of the tensor's elements in the file; None where the whole blob is read.
     """
 
     request: ReadItem
@@ -63,76 +68,79 @@ class Item:
 
     @property
     def begin(self) -> int:
-        """Before this place in the file it needs nothing."""
+        """The first byte of the file that the item needs."""
         begin: int = self.info.offset if self.payload is None else self.payload.begin
         return begin
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are asked for."""
+        """The number of bytes that are read into the destination."""
         if self.payload is None:
             return int(self.info.length)
         return math.prod(self.request.lengths) * self.payload.dtype.itemsize
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of what it is a slice of."""
+        """The size of the stored tensor that the item is a slice of."""
         assert self.payload is not None
         return self.payload.sizes
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the elements that are delivered, if that is known."""
+        """The dtype of the delivered elements, if it is known."""
         return None if self.payload is None else self.payload.dtype
 
-    def deliver(
+    def slice_requests(
         self,
-        whole: delivery.Delivery,
+        whole: destinations.ItemCompletion,
         target: torch.Tensor,
         gap_nbytes: int,
-        boxes: delivery.Boxes,
-    ) -> Iterator[Want]:
-        """Return what puts it into a plain tensor."""
+        pool: destinations.BufferPool,
+    ) -> Iterator[ReadRequest]:
+        """Return the requests that read the item into a plain tensor."""
         assert self.payload is not None
         offsets, lengths = self.request.storage_offsets, self.request.lengths
-        return delivery.deliver(whole, self.payload, offsets, lengths, target, gap_nbytes, boxes)
+        return destinations.slice_requests(
+            whole, self.payload, offsets, lengths, target, gap_nbytes, pool
+        )
 
     @property
     def is_whole(self) -> bool:
-        """Whether all elements of the payload are asked for."""
+        """Whether the item covers the whole payload."""
         return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
 
 
 class StoredItem(NamedTuple):
-    """A tensor in a data file, or the part of it that a rank has saved.
+    """A tensor in a data file, or the part of a tensor that a rank saved.
 
     Attributes
     ----------
     place : tuple
-        The data file's name, and where in it: sorts as the files are read.
+        The data file's name and the offset in it; sorts in the order in which files are read.
     dtype : dtype
-        Of its elements.
+        The dtype of its elements.
     """
 
     place: tuple[str, int]
     dtype: torch.dtype
 
 
-class Located:
-    """Data files, and where in them lies what plans ask for. A subclass says where one item lies, and opens files."""
+class ItemLocator:
+    """Locates the items of load plans in data files. A subclass locates a single item, and opens files."""
 
     def open(self, name: str) -> DataFile:
         """Open a data file."""
         raise NotImplementedError
 
     def item(self, request: ReadItem) -> Item:
-        """Return where what is asked for lies."""
+        """Return an item of a plan with its location."""
         raise NotImplementedError
 
-    def stored(self, request: ReadItem) -> StoredItem | None:
-        """Return what an item asks for, if it is known to be a plain tensor, or a part of one, before anything is read.
+    def stored_item(self, request: ReadItem) -> StoredItem | None:
+        """Return the stored tensor of an item, if that is known before any read to be (a part of) a plain tensor.
 
-        Metadata of torch's own checkpoints do not say it: subclasses, which quantize for example, have the same there.
+        Otherwise return None, as for torch's own checkpoints, where the metadata does not tell plain tensors from
+        subclasses (quantized ones, for example).
         """
         item = self.item(request)
         if item.payload is None:
@@ -140,9 +148,9 @@ class Located:
         return StoredItem((item.info.relative_path, item.info.offset), item.payload.dtype)
 
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each data file, in the order in which they lie there."""
+        """Return the items of each data file, in the order of their offsets."""
         by_file: dict[str, list[Item]] = {}
-        with uncollected():
+        with collection_paused():
             for request in requests:
                 item = self.item(request)
                 by_file.setdefault(item.info.relative_path, []).append(item)
@@ -155,14 +163,14 @@ class Located:
         self,
         reading: Reading,
         by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[Want]],
+        begin: Callable[[Item, DataFile], Iterator[ReadRequest]],
     ) -> None:
-        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
+        """Read items; ``begin`` returns an item's requests, and is called shortly before they are read."""
         for name, items in by_file.items():
             file = self.open(name)
             reading.begin_file(file)
             for item in items:
-                file.require(item.info.offset + item.info.length)
+                file.check_end(item.info.offset + item.info.length)
                 _check_slice(item, file)
             for item in items:
                 reading.advance(item.begin)
@@ -170,22 +178,22 @@ class Located:
         reading.finish()
 
     def _parse(self, by_file: dict[str, list[Item]]) -> None:
-        """Find the payloads of items that have none yet."""
+        """Set the payloads of items that :meth:`item` has returned without a payload; by default, do nothing."""
 
 
-class Contents(Located):
-    """What the metadata says of data files.
+class Contents(ItemLocator):
+    """The data files of a checkpoint, as its metadata describes them.
 
     Parameters
     ----------
     folder : PathLike
-        The checkpoint's.
+        The checkpoint's folder.
     metadata : Metadata
-        Checked by :func:`tensorferry.checkpoint.storage.metadata.check_metadata`.
+        Metadata that :func:`tensorferry.checkpoint.storage.metadata.check_metadata` has checked.
     verify : bool
-        Whether what is read is verified.
+        Whether to verify what is read.
     trusted : bool
-        Whether data files may lie elsewhere.
+        Whether data files may be links out of the folder.
     """
 
     def __init__(
@@ -208,7 +216,7 @@ class Contents(Located):
         *,
         damaged: Callable[[CheckpointError], None] | None = None,
     ) -> DataFile:
-        """Open a data file."""
+        """Open a data file; ``damaged`` is as for :class:`DataFile`."""
         path = data_file(self._folder, name, trusted=self._trusted)
         checksums = self._checksums.get(name)
         try:
@@ -217,21 +225,21 @@ class Contents(Located):
             )
         except StorageError as error:
             if error.errno == errno.ENOENT:
-                if not place(self._folder).exists():
+                if not as_path(self._folder).exists():
                     why = "the checkpoint has been removed since its metadata was read"
                     error.strerror = f"{error.strerror}; {why}"
-                elif self._named_now is not None and name not in self._named_now:
+                elif self._current_file_names is not None and name not in self._current_file_names:
                     why = "another save has replaced the checkpoint since its metadata was read: load again"
                     error.strerror = f"{error.strerror}; {why}"
             raise
 
     @functools.cached_property
-    def _named_now(self) -> set[str] | None:
-        """The files that present metadata names, looked up once; None where there is none that can be read."""
+    def _current_file_names(self) -> set[str] | None:
+        """The files that the folder's metadata names now, read once; None if no metadata can be read."""
         named: set[str] | None = None
         try:
-            paths = [*place(self._folder).iterdir()]
-        except OSError:  # it goes as well; what failed before is what matters
+            paths = [*as_path(self._folder).iterdir()]
+        except OSError:  # the folder is being removed as well: the caller raises its original error
             return None
         for path in paths:
             if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
@@ -242,11 +250,11 @@ class Contents(Located):
         return named
 
     def has_checksums(self, name: str) -> bool:
-        """Return whether parts of a data file can be verified by themselves."""
+        """Return whether parts of a data file can be verified separately."""
         return name in self._checksums
 
     def names_at(self, name: str, begin: int, end: int) -> tuple[str, ...]:
-        """Return the names of what lies in a range of a file."""
+        """Return the names of the entries in a range of a file."""
         places = sorted(
             (info.offset, index.fqn)
             for index, info in self._metadata.storage_data.items()
@@ -257,13 +265,13 @@ class Contents(Located):
         return tuple(dict.fromkeys(fqn for _, fqn in places))
 
     def item(self, request: ReadItem) -> Item:
-        """Return where what is asked for lies, as far as the metadata says it."""
+        """Return an item with the location that the metadata gives."""
         info = self._info(request.storage_index)
         payload = self._payload(request, info) if _is_tensor(request) else None
         return Item(request, info, payload)
 
-    def transformed(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
-        """Return those items that went through extensions, which torch has to undo."""
+    def transformed_items(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
+        """Return the items that were saved through extensions, which torch must undo."""
         found = []
         for request in requests:
             info = self._info(request.storage_index)
@@ -273,22 +281,22 @@ class Contents(Located):
         return found
 
     def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
-        """Return how many bytes items take in data files."""
+        """Return how many bytes items occupy in data files."""
         return sum(self._info(request.storage_index).length for request in requests)
 
     def verify(self, requests: Sequence[ReadItem]) -> None:
-        """Read what a plan needs, and verify it.
+        """Read the bytes that a plan needs, and verify them.
 
         Raises
         ------
         CheckpointError
-            Something is damaged.
+            The bytes are damaged.
         """
         with Reading() as reading:
-            self.read(reading, self.locate(requests), self._checks)
+            self.read(reading, self.locate(requests), self._verification_requests)
 
     def check_payload(self, item: Item, file: DataFile, crc: int) -> None:
-        """Compare the CRC-32 of an item's payload with the one it had when it was written."""
+        """Compare the CRC-32 of an item's payload with the stored one."""
         payload = item.payload
         assert payload is not None
         if crc != payload.crc:
@@ -301,26 +309,26 @@ class Contents(Located):
             )
 
     def check_blob(self, item: Item, file: DataFile, data: BinaryIO) -> None:
-        """Verify a blob by the checksums that are in it, where there are no others."""
+        """Verify a blob by the checksums inside it, if the metadata has none for its file."""
         if not self._verify or self.has_checksums(file.name):
             return
         problem = blobs.examine(data).problem
         if problem is not None:
             raise self._damage(problem, item, file)
 
-    def harmless(self, index: MetadataIndex, data: BinaryIO) -> BinaryIO:
-        """Return a blob that a planner may unpickle: what torch's planners do with it runs any code that is in it."""
+    def sanitize_blob(self, index: MetadataIndex, data: BinaryIO) -> BinaryIO:
+        """Return a blob that a planner may unpickle; torch's planners would run any code in the original blob."""
         if self._trusted:
             return data
         info = self._info(index)
-        # Bytes that have been verified are not damaged, whatever is in them.
+        # After verification the bytes are known to be undamaged, so an object that cannot be read is refused content.
         kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
-            return io.BytesIO(plain_objects.harmless(data.read()))
+            return io.BytesIO(plain_objects.sanitize_pickle(data.read()))
         except RefusedError as error:
-            kind, reason = RefusedCheckpointError, plain_objects.refused(error)
+            kind, reason = RefusedCheckpointError, plain_objects.refusal_message(error)
         except MalformedError as error:
-            reason = f"it is not an object of torch.save's that can be read without trust ({error})"
+            reason = f"it is not a torch.save object that can be read without trust ({error})"
         path = data_file(self._folder, info.relative_path, trusted=self._trusted)
         end = info.offset + info.length
         raise kind(reason, path, names=(index.fqn,), begin=info.offset, end=end)
@@ -328,23 +336,28 @@ class Contents(Located):
     def contradiction(
         self, index: MetadataIndex, info: _StorageInfo, read: Callable[[int, int], bytes]
     ) -> str | None:
-        """Return what a sound blob has that the metadata says otherwise, and torch's reader would stumble over."""
+        """Return how an undamaged blob contradicts the metadata, which would make torch's reader fail, or None.
+
+        ``read`` returns the bytes (begin, end) of the blob.
+        """
         chunk = chunk_of(self._metadata, index)
-        ends = [read(begin, end) for begin, end in _ends(0, info.length)]
+        ends = [read(begin, end) for begin, end in _head_and_tail(0, info.length)]
         payload = blobs.parse(ends[0], ends[-1], info.length)
         if chunk is None or payload is None or tuple(chunk.sizes) == payload.sizes:
             return None
-        return f"it has the size {list(payload.sizes)} and not {list(chunk.sizes)}, as the metadata says"
+        return f"it has the size {list(payload.sizes)}, but the metadata says {list(chunk.sizes)}"
 
     def check_tensor_blob(self, item: Item, file: DataFile, data: BinaryIO) -> None:
-        """Refuse what would crash torch.load(weights_only=True), or what it may run, as before torch 2.6."""
+        """Refuse blobs that would crash torch.load(weights_only=True), or, before torch 2.6, make it run code."""
         try:
             reader = torch._C.PyTorchFileReader(data)
             if "constants.pkl" in reader.get_all_records():
-                raise MalformedError("a program of TorchScript's")
+                raise MalformedError("a TorchScript program")
             screen(reader.get_record("data.pkl"))
         except (RuntimeError, MalformedError) as error:
-            raise self._damage(f"it is no tensor of torch.save's ({error})", item, file) from None
+            raise self._damage(
+                f"the file has no tensor of torch.save at this position ({error})", item, file
+            ) from None
         data.seek(0)
 
     def _damage(self, reason: str, item: Item, file: DataFile) -> CheckpointError:
@@ -357,7 +370,7 @@ class Contents(Located):
         )
 
     def has_only_payload_crc(self, item: Item, file: DataFile) -> bool:
-        """Return whether an item can be verified, but only by reading its payload whole."""
+        """Return whether the only checksum of an item is that of its whole payload."""
         return (
             self._verify
             and not self.has_checksums(file.name)
@@ -369,14 +382,15 @@ class Contents(Located):
         info: _StorageInfo | None = self._metadata.storage_data.get(index)
         if info is None:
             raise CheckpointError(
-                "the checkpoint is incomplete: it describes this, but does not say where it lies",
+                "the checkpoint is incomplete: the metadata lists this tensor or object, but does not say in which "
+                "file it is",
                 os.fspath(self._folder),
                 names=(index.fqn,),
             )
         return info
 
     def _payload(self, request: ReadItem, info: _StorageInfo) -> blobs.Payload | None:
-        """Return where the metadata says that elements lie."""
+        """Return the location of the elements, if the metadata has it."""
         place = payload_of(info)
         chunk = chunk_of(self._metadata, request.storage_index)
         if place is None or chunk is None or getattr(info, "transform_descriptors", None):
@@ -391,8 +405,8 @@ class Contents(Located):
         )
 
     def _parse(self, by_file: dict[str, list[Item]]) -> None:
-        """Find the payloads of those tensors of which the metadata does not say where they are."""
-        unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by place of the blob
+        """Set the payloads that the metadata does not give, by reading the beginning and end of the tensors' blobs."""
+        unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by location of the blob
         for name, items in by_file.items():
             for item in items:
                 transformed = getattr(item.info, "transform_descriptors", None)
@@ -406,33 +420,39 @@ class Contents(Located):
                 file = self.open(name)
                 reading.begin_file(file)
                 for (offset, length), items in sorted(blobs_of_file.items()):
-                    file.require(offset + length)
+                    file.check_end(offset + length)
                     reading.advance(offset)
-                    reading.add(_parsing(items, _ends(offset, length)))
+                    reading.add(_parse_requests(items, _head_and_tail(offset, length)))
             reading.finish()
 
-    def _checks(self, item: Item, file: DataFile) -> Iterator[Want]:
-        """Return what verifies an item."""
+    def _verification_requests(self, item: Item, file: DataFile) -> Iterator[ReadRequest]:
+        """Return the requests that verify an item."""
         payload, request = item.payload, item.request
         begin, end = item.info.offset, item.info.offset + item.info.length
         if payload is not None and self.has_checksums(file.name):
-            return delivery.verification(
+            return destinations.verification_requests(
                 payload, request.storage_offsets, request.lengths, file.gap_nbytes
             )
         if self.has_checksums(file.name):
-            return iter([Want(begin, end, delivery.Memory(delivery.Delivery(0)))])
+            return iter(
+                [ReadRequest(begin, end, destinations.Memory(destinations.ItemCompletion(0)))]
+            )
         if self.has_only_payload_crc(item, file):
             assert payload is not None
-            whole = delivery.Delivery(
+            whole = destinations.ItemCompletion(
                 payload.nbytes,
                 lambda: self.check_payload(item, file, whole.crc),
-                takes_crc=True,
+                needs_crc=True,
             )
             end = payload.begin + payload.nbytes
-            wants = [Want(payload.begin, end, delivery.Memory(whole))] if payload.nbytes else []
-            return whole.begin(iter(wants))
+            requests = (
+                [ReadRequest(payload.begin, end, destinations.Memory(whole))]
+                if payload.nbytes
+                else []
+            )
+            return whole.begin(iter(requests))
         data = bytearray(item.info.length)
-        return delivery.collected(
+        return destinations.range_requests(
             [(begin, end, data)], lambda: self.check_blob(item, file, io.BytesIO(data))
         )
 
@@ -442,28 +462,28 @@ def _is_tensor(request: ReadItem) -> bool:
 
 
 def _check_slice(item: Item, file: DataFile) -> None:
-    """Check that the plan asks for something that is there."""
+    """Check that the plan requests a slice inside the stored tensor."""
     request = item.request
     if item.payload is None or is_inside(item.sizes, request.storage_offsets, request.lengths):
         return
     raise CheckpointError(
-        f"it has the size {list(item.sizes)}, in which there are no {list(request.lengths)} at "
-        f"{list(request.storage_offsets)}",
+        f"the requested slice, of size {list(request.lengths)} at offsets {list(request.storage_offsets)}, is not "
+        f"inside the stored tensor of size {list(item.sizes)}",
         file.path,
         names=(request.storage_index.fqn,),
     )
 
 
-def _ends(offset: int, length: int) -> list[tuple[int, int]]:
-    """Return the two ranges of a file where a blob's head and tail lie, or the one that is both."""
+def _head_and_tail(offset: int, length: int) -> list[tuple[int, int]]:
+    """Return the ranges of a blob's head and tail in the file, or one range if they meet."""
     if length <= blobs.HEAD_NBYTES + blobs.TAIL_NBYTES:
         return [(offset, offset + length)]
     end = offset + length
     return [(offset, offset + blobs.HEAD_NBYTES), (end - blobs.TAIL_NBYTES, end)]
 
 
-def _parsing(items: list[Item], ends: list[tuple[int, int]]) -> Iterator[Want]:
-    """Return what reads the ends of a blob, and sets the payload of the items that it has."""
+def _parse_requests(items: list[Item], ends: list[tuple[int, int]]) -> Iterator[ReadRequest]:
+    """Return the requests that read a blob's head and tail, and then set the payload of its items."""
     info = items[0].info
     parts = [(begin, end, bytearray(end - begin)) for begin, end in ends]
 
@@ -475,4 +495,4 @@ def _parsing(items: list[Item], ends: list[tuple[int, int]]) -> Iterator[Want]:
             for item in items:
                 item.payload = payload
 
-    return delivery.collected(parts, parse)
+    return destinations.range_requests(parts, parse)

@@ -1,10 +1,11 @@
-"""Our writer and reader in the place of torch's, for programs and libraries that do not let one choose.
+"""Installation of our writer and reader in torch's place, for libraries that do not accept a writer or reader.
 
-``dcp.save(state, checkpoint_id=path)`` takes torch's own FileSystemWriter; Lightning saves like that, and accelerate
-(Transformers' Trainer) takes it by its name in ``torch.distributed.checkpoint``. Both find ours after :func:`install`.
+``dcp.save(state, checkpoint_id=path)`` uses torch's own FileSystemWriter. Lightning saves in this way, and accelerate
+(Transformers' Trainer) uses the class by its name in ``torch.distributed.checkpoint``. After :func:`install` both use
+our classes.
 
-``dcp.async_save`` asks for a writer only once it has staged the state by other means, or in another process, that knows
-nothing of :func:`install`; so it is given ours from the beginning.
+``dcp.async_save`` creates a writer only after it has staged the state by other means, or in another process, where
+:func:`install` has no effect. So our replacement of ``async_save`` passes our writer to torch's function.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 
-from tensorferry.base.checks import kept_path
+from tensorferry.base.checks import absolute_path
 from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
-# By modules of ours: torch's module, and what ours calls the classes of torch's. The first one imports both of torch's:
-# its classes derive from what they find at its import, and are to go on with torch's.
+# For each of our modules: torch's module, and for each class the name under which our module imports torch's class. Our
+# classes derive from the classes that they find at import, which must be torch's own, not replacements. So the module
+# that imports both of torch's modules comes first.
 _HUGGING_FACE = {
     "quantized": ("quantized_hf_storage", {"QuantizedHuggingFaceStorageReader": "TorchsReader"}),
     "huggingface": (
@@ -34,36 +36,35 @@ _HUGGING_FACE = {
 _SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
 
 _torchs_async_save: Any = state_dict_saver.async_save
-_defaults: dict[Any, dict[str, Any]] = {}  # of keyword arguments, by class
-# Of all asynchronous saves that name only a folder: the memory for the copy is kept from one to the next.
+_defaults: dict[Any, dict[str, Any]] = {}  # the original defaults of keyword arguments, by class
+# Shared by all asynchronous saves that name only a folder, so each save reuses the memory of the save before it.
 _stager: Stager | None = None
 
 
 def install(**reading: Any) -> None:
-    """Have torch.distributed.checkpoint use our writer and reader by default. Calling it again changes ``reading``.
+    """Make torch.distributed.checkpoint use our writer and reader by default. A later call replaces ``reading``.
 
     Parameters
     ----------
     **reading
-        Keyword arguments of :class:`FileSystemReader`, as ``trust_pickle``, ``verify``, ``broadcast`` and ``progress``,
-        for readers that are not given them: Lightning, accelerate and others make readers by themselves.
-        :class:`HuggingFaceStorageReader` has those of them that it knows.
+        Keyword arguments of :class:`FileSystemReader`, such as ``trust_pickle``, ``verify``, ``broadcast`` and
+        ``progress``, as defaults for readers that Lightning, accelerate and others create.
+        :class:`HuggingFaceStorageReader` uses those that it supports.
 
     Raises
     ------
     TypeError
-        There is no such argument.
+        FileSystemReader has no such argument.
     ValueError
-        It has no such value.
-
-    Modules that have imported torch's classes, or ``async_save``, by name before keep these. Writers and readers that
-    are given to ``dcp.save`` and ``dcp.load`` are used as before.
+        An argument has an invalid value.
 
     Notes
     -----
+    Modules that imported torch's classes or ``async_save`` by name before this call continue to use them. Writers and
+    readers that are passed to ``dcp.save`` and ``dcp.load`` are used as before.
     Asynchronous saves that name only a folder share a :class:`Stager`, which keeps its memory until :func:`uninstall`.
     """
-    FileSystemReader("", **reading)  # which refuses what is wrong
+    FileSystemReader("", **reading)  # raises for invalid arguments
     _set_defaults(reading)
     _put_hugging_face(ours=True)
     _put(FileSystemWriter, FileSystemReader, _async_save)
@@ -81,7 +82,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Return whether ours are the default."""
+    """Return whether our writer and reader are the default."""
     module: Any = importlib.import_module(_PLACES[0])
     return module.FileSystemWriter is FileSystemWriter
 
@@ -90,7 +91,7 @@ def installed() -> bool:
 def _async_save(*arguments: Any, **options: Any) -> Any:
     folder = options.get("checkpoint_id")
     if folder and FileSystemWriter.validate_checkpoint_id(folder):
-        folder = options["checkpoint_id"] = kept_path(folder, "checkpoint_id")
+        folder = options["checkpoint_id"] = absolute_path(folder, "checkpoint_id")
     if (
         options.get("storage_writer") is None
         and folder
@@ -104,10 +105,10 @@ def _async_save(*arguments: Any, **options: Any) -> Any:
 
 
 def _hugging_face() -> dict[str, tuple[Any, dict[str, str]]]:
-    """Return, for each module of this torch, ours in its place with the names of its classes and of torch's."""
+    """Return, for each Hugging Face module of this torch, our module and the names of our and torch's classes."""
     found: dict[str, tuple[Any, dict[str, str]]] = {}
     for name, (torchs, classes) in _HUGGING_FACE.items():
-        with contextlib.suppress(ImportError):  # this torch has none
+        with contextlib.suppress(ImportError):  # this version of torch has no such module
             module = importlib.import_module(f"tensorferry.checkpoint.storage.{name}")
             found[torchs] = module, classes
     return found
@@ -123,7 +124,7 @@ def _put_hugging_face(*, ours: bool) -> None:
 
 
 def _set_defaults(reading: dict[str, Any]) -> None:
-    """Let keyword arguments have other defaults, which help() and inspect show."""
+    """Change the defaults of keyword arguments in place, where help() and inspect show them."""
     readers = [
         getattr(module, name)
         for module, classes in _hugging_face().values()

@@ -1,8 +1,8 @@
-"""torch's Hugging Face storage: torch.distributed.checkpoint's checkpoints in the format of safetensors.
+"""torch's Hugging Face storage: torch.distributed.checkpoint with checkpoints in the safetensors format.
 
-There are two ways of saving. Rank 0 writes all, in files as Hugging Face's libraries know them, with an index; or each
-rank writes its parts (``save_distributed``), of which the coordinator may then make such files
-(``enable_consolidation``).
+There are two ways to save. Either rank 0 writes everything, to files that Hugging Face's libraries can load, with an
+index; or each rank writes its own parts (``save_distributed``), and the coordinator may then combine them into such
+files (``enable_consolidation``).
 """
 
 from __future__ import annotations
@@ -40,21 +40,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tensorferry.base.ranks import checked_broadcast
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.garbage import uncollected
+from tensorferry.checkpoint.garbage import collection_paused
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks, sharing
 from tensorferry.checkpoint.storage.assembly import write_tensors
-from tensorferry.checkpoint.storage.contents import Item, Located
+from tensorferry.checkpoint.storage.contents import Item, ItemLocator
 from tensorferry.checkpoint.storage.reader import PlanLoad
 from tensorferry.checkpoint.storage.reading import DataFile
-from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
+from tensorferry.checkpoint.storage.writer import (
+    check_all_written,
+    completed_future,
+    is_state_memory,
+    record_saver_thread,
+)
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
 from tensorferry.transfer.publication import make_directory
-from tensorferry.transfer.remote import Version, place
+from tensorferry.transfer.remote import Version, as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -81,25 +86,25 @@ _SHARDED = "sharded"
 
 
 class HuggingFaceStorageWriter(TorchsWriter):
-    """Saves checkpoints in the format of safetensors, as torch's HuggingFaceStorageWriter does.
+    """Saves checkpoints in the safetensors format, as torch's HuggingFaceStorageWriter does.
 
-    Files have torch's names and contents. Each is whole or not there, and durable when a save has ended. Where rank 0
-    writes all, and where files are consolidated, the index names the files of the old checkpoint or of the new one at
-    every moment.
+    Files have torch's names and contents. Each file appears only when it is complete, and is durable when the save has
+    ended. Where rank 0 writes everything, and where files are consolidated, the index refers at every moment either to
+    the files of the old checkpoint or to those of the new one.
 
     Parameters
     ----------
     path : str or PathLike
-        The directory; it is made if it is missing.
+        The directory; it is created if it is missing.
     fqn_to_index_mapping : dict of str to int, optional
-        The number of each tensor's file, from 1 on; by default there is one.
+        The number of each tensor's file, from 1; by default there is one file.
     thread_count, thread_count_consolidation : int
-        Without effect: speed does not depend on them.
+        They have no effect: the speed does not depend on them.
     save_distributed : bool
-        Whether each rank saves its own parts, else rank 0 all.
+        Whether each rank saves its own parts; otherwise rank 0 saves everything.
     enable_consolidation : bool
-        Whether rank 0 puts the parts together when all have been saved: those go to the folder "sharded". It takes no
-        more memory than a save.
+        Whether rank 0 combines the parts when all have been saved; the parts are then in the folder "sharded".
+        Combining needs no more memory than a save.
     progress : function of a Progress, optional
         As for :class:`FileSystemWriter`.
     **options
@@ -108,16 +113,17 @@ class HuggingFaceStorageWriter(TorchsWriter):
     Attributes
     ----------
     last_save : Throughput or None
-        How many bytes this rank's part of the last save had, and in what time it was written; None if it failed.
+        The bytes of this rank's part of the last save, and the time it took to write them; None if it failed.
 
     Raises
     ------
     TypeError
-        The installed torch has no such argument.
+        The installed torch does not support an argument.
 
     Notes
     -----
-    What is no tensor is refused: torch's writes it in front of the header, and nothing reads such a file.
+    Objects that are not tensors are refused: torch's writer puts them before the header, and no reader accepts such a
+    file.
     """
 
     def __init__(
@@ -141,38 +147,42 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "thread_count_consolidation": thread_count_consolidation,
         }
         path = hooks.first_folder(self, HuggingFaceStorageWriter, path)
-        super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
+        super().__init__(os.fspath(path), **_supported_arguments(TorchsWriter, wanted), **options)
         self.last_save: Throughput | None = None
         self._progress = progress
-        self._of_thread = threading.local()
-        self._place(Path(path))
+        self._thread_state = threading.local()
+        self._set_directory(Path(path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save to another directory next, if one is given."""
+        """Prepare for the next save, to another directory if one is given."""
         place = checkpoint_id and hooks.folder(self, checkpoint_id)
         super().reset(place)
         if place and not hooks.has_own_files(self):
-            self._place(Path(place))
+            self._set_directory(Path(place))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory, and refuse what the format cannot hold."""
+        """Create the directory, and refuse objects that the format cannot hold."""
         hooks.check_folder(self)
         self._abandon()
         _refuse_objects(plan)
-        if changed := self._changed():
-            hooks.tell(self, changed, "it saves, and files that are there change in the middle")
+        if changed := self._overridden_hooks():
+            hooks.warn_torch_code(
+                self,
+                changed,
+                "torch's code saves, and changes existing files without atomic replacement",
+            )
             return super().prepare_local_plan(plan)
         make_directory(Path(self.path))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank which files are its own."""
+        """Assign file names to each rank; add the save's ID and number of files, which ranks write into their files."""
         if not self.save_distributed and sum(bool(plan.items) for plan in plans) > 1:
             raise CheckpointError(
                 "several ranks have tensors to save, and without save_distributed=True their files would have the same "
                 "names"
             )
-        self._of_thread.is_coordinator = True
+        self._thread_state.is_coordinator = True
         count = sum(
             len(self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items))
             for plan in plans
@@ -186,29 +196,31 @@ class HuggingFaceStorageWriter(TorchsWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors to new files; none of them stays if anything fails.
+        """Write this rank's tensors to new files; if anything fails, all of them are removed.
 
         Raises
         ------
         CheckpointError
-            A tensor comes twice in a file, or is not as planned.
+            Two parts of a tensor are in one file, or a tensor differs from the plan.
         SafetensorError
-            The format has no such dtype.
+            The format does not support a dtype.
         StorageError
-            The file system's refusal, with the file's name.
+            The file system refused an operation; the error has the file's name.
         """
         self.last_save = None
         _refuse_objects(plan)
-        note_staged(planner)
-        if self._changed():
-            return done(all_of(super().write_data(plan, planner).wait(), plan))
-        # A planner may have kept the plan of another writer's save, and prepare_local_plan() has not seen its items.
+        record_saver_thread(planner)
+        if self._overridden_hooks():
+            return completed_future(
+                check_all_written(super().write_data(plan, planner).wait(), plan)
+            )
+        # A planner may return a cached plan of another writer's save, whose items prepare_local_plan() has not seen.
         storage_data: dict[str, Any] = (
             plan.storage_data if isinstance(plan.storage_data, dict) else {}
         )
         mapping = self.fqn_to_index_mapping
         shard = self._shard(storage_data) if self.save_distributed else None
-        # A cached plan has the name of an earlier save, and not on all ranks.
+        # With plan caching, some ranks may get a plan with the ID of an earlier save: do not write any ID then.
         is_cached = getattr(planner, "_enable_plan_caching", False)
         save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
@@ -225,32 +237,32 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     sizes = {item.index.fqn: list(_data(item).size) for item in items}
                     own = {sources.WHOLE: json.dumps(sizes)}
                 results += _write_file(model, name, items, planner, meter, own)
-            if shard is None and getattr(self._of_thread, "is_coordinator", False):
-                self._of_thread.model = model  # they take their places with the index
+            if shard is None and getattr(self._thread_state, "is_coordinator", False):
+                self._thread_state.model = model  # finish() puts the files in place, with the index
             else:
                 model.place()
         except BaseException:
             model.abort()
             raise
         self.last_save = meter.finish()
-        return done(results)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint the new one: put files in their places, or together.
+        """Commit the checkpoint: put its files in place, or consolidate them.
 
         Raises
         ------
         CheckpointError
-            Parts or files are missing, or ranks have written files of the same name.
+            Parts or files are missing, or several ranks have written a file of the same name.
         StorageError, OSError
-            Something could not be read or written.
+            A file could not be read or written.
         """
         commit.check_complete(metadata, {result.index for each in results for result in each})
-        if self._changed():
+        if self._overridden_hooks():
             super().finish(metadata, results)
             return
-        model: Model | None = getattr(self._of_thread, "model", None)
-        self._of_thread.model = None
+        model: Model | None = getattr(self._thread_state, "model", None)
+        self._thread_state.model = None
         try:
             self._check_files(results, set() if model is None else model.names)
         except CheckpointError:
@@ -275,30 +287,34 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     mapping,
                     sync=self.sync_files,
                 )
-            # Readers would take files of ranks that there are no more for parts, and an old index for the model.
+            # Remove stale files: readers would take files of ranks that no longer exist for parts of this checkpoint,
+            # and would use an old index.
             Model(self.path, sync=self.sync_files).commit(None, files)
             return
         total = sum(result.storage_data.length for written in results for result in written)
         with model or Model(self.path, sync=self.sync_files) as model:
-            # Where the coordinator has no tensors another rank has put them in their places.
+            # If the coordinator has no tensors, another rank has already put the files in place.
             model.commit(_index(names, total), files)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_of_thread": None, "_progress": None}
+        return self.__dict__ | {"_thread_state": None, "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _of_thread=threading.local())
+        self.__dict__.update(state, _thread_state=threading.local())
 
     def _shard(self, storage_data: dict[str, Any]) -> int:
-        """Return the number of this rank's files, from 1 on."""
-        rank = getattr(self, "rank", None)  # since torch 2.9
+        """Return the number in the names of this rank's files, from 1."""
+        rank = getattr(self, "rank", None)  # torch 2.9 and later
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             return int(storage_data.get("shard_index") or rank + 1)
         return int(rank) + 1
 
     def _check_files(self, results: list[list[WriteResult]], coming: Container[str]) -> None:
-        """Check that every file of a save is there, and was written by one rank."""
+        """Check that every file of a save exists or is in ``coming``, and was written by exactly one rank.
+
+        ``coming`` has the names of complete files that the commit will put in place.
+        """
         written: set[str] = set()
         for each in results:
             own = {result.storage_data.relative_path for result in each}
@@ -313,35 +329,35 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     raise CheckpointError("a file of this save is missing", str(path))
             written |= own
 
-    def _place(self, path: Path) -> None:
-        """Take the directory that files go to."""
+    def _set_directory(self, path: Path) -> None:
+        """Set the directory of a save; if its files are to be consolidated, ranks write to a folder in it."""
         self.path = path
         if self.enable_consolidation:
             self.consolidated_output_path = os.fspath(path)
             self.path = path / _SHARDED
 
     def _abandon(self) -> None:
-        """Give up the files of a save that failed on another rank: nobody told its writer."""
-        model: Model | None = getattr(self._of_thread, "model", None)
-        self._of_thread.model, self._of_thread.is_coordinator = None, False
+        """Abort an earlier save that failed on another rank, after which torch did not call finish()."""
+        model: Model | None = getattr(self._thread_state, "model", None)
+        self._thread_state.model, self._thread_state.is_coordinator = None, False
         if model is not None:
             model.abort()
 
-    def _changed(self) -> frozenset[str]:
-        """Return what a subclass has changed that only torch's code uses."""
-        changed = hooks.changed(self, _WRITER_HOOKS)
+    def _overridden_hooks(self) -> frozenset[str]:
+        """Return the names of overridden attributes that only torch's code respects."""
+        changed = hooks.overridden(self, _WRITER_HOOKS)
         form = self.serialization_format.name
         return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
 
     def _split_by_storage_plan(
         self, mapping: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
-        """Return the items of each file, by its number; a subclass may have its own way, as with torch's."""
+        """Return the items of each file, by the file's number. A subclass may override this, as with torch's class."""
         found: dict[int, list[WriteItem]] = {}
         for item in items:
             if mapping is not None and item.index.fqn not in mapping:
                 raise CheckpointError(
-                    "fqn_to_index_mapping does not say which file it belongs to",
+                    "fqn_to_index_mapping has no file number for it",
                     names=(item.index.fqn,),
                 )
             found.setdefault(1 if mapping is None else mapping[item.index.fqn], []).append(item)
@@ -352,34 +368,34 @@ def _refuse_objects(plan: SavePlan) -> None:
     objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
     if objects:
         raise CheckpointError(
-            "the format of safetensors holds tensors only, and these are none",
+            "the safetensors format holds only tensors, and these are other objects",
             names=tuple(objects),
         )
 
 
 class HuggingFaceStorageReader(TorchsReader):
-    """Loads checkpoints in the format of safetensors, as torch's HuggingFaceStorageReader does: only what is wanted.
+    """Loads checkpoints in the safetensors format, as torch's HuggingFaceStorageReader does, but only the needed bytes.
 
     Parameters
     ----------
     path : str or PathLike
-        The folder: all its safetensors files, of one writer or of several ranks.
+        The folder with the safetensors files of one writer or of several ranks.
     thread_count : int
-        Without effect: speed does not depend on it.
+        It has no effect: the speed does not depend on it.
     progress : function of a Progress, optional
         As for :class:`FileSystemReader`.
     broadcast : False, True or "auto"
-        Whether what several ranks of a node want is read by one of them, in parts, and handed on by the process group;
-        as for :class:`FileSystemReader`.
+        Whether tensors that several ranks of a node need are read only once, in parts, and distributed by the process
+        group; as for :class:`FileSystemReader`.
     process_group : ProcessGroup, optional
-        The one that ``load()`` is given; by default that of all ranks.
+        The group that is passed to ``load()``; by default the group of all ranks.
 
     Attributes
     ----------
     nbytes_read : int
-        Bytes that the last load has read from files, without headers.
+        Bytes that the last load read from files, without headers.
     last_load : Throughput or None
-        How many bytes the last load has given to tensors, and in what time; None if it failed.
+        The bytes that the last load delivered to tensors, and the time it took; None if it failed.
     """
 
     def __init__(
@@ -393,8 +409,8 @@ class HuggingFaceStorageReader(TorchsReader):
     ) -> None:
         wanted = {"thread_count": thread_count}
         folder = hooks.first_folder(self, HuggingFaceStorageReader, path, reads=True)
-        super().__init__(os.fspath(folder), **_known(TorchsReader, wanted))
-        hooks.keep_place(self, folder)
+        super().__init__(os.fspath(folder), **_supported_arguments(TorchsReader, wanted))
+        hooks.set_object_path(self, folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
@@ -402,99 +418,101 @@ class HuggingFaceStorageReader(TorchsReader):
         self._group = process_group
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from another folder next, if one is given."""
+        """Prepare for the next load, from another folder if one is given."""
         folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
         super().reset(folder)
-        hooks.keep_place(self, folder)
+        hooks.set_object_path(self, folder)
 
-    @uncollected()
+    @collection_paused()
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.
 
         Raises
         ------
         SafetensorError
-            A file breaks a rule of the format, parts of a tensor do not go together, or ranks' files are of different
-            saves, of which one was killed.
+            A file violates the format, parts of a tensor do not fit together, or the ranks' files are of different
+            saves, after a save was killed.
         FileNotFoundError
             There are no files.
         StorageError
             A file cannot be read.
         """
-        if "fs" in self._changed():
+        if "fs" in self._overridden_hooks():
             return super().read_metadata(*_arguments, **_options)
         hooks.check_folder(self)
-        folder = place(self.path)
+        folder = as_path(self.path)
         if folder.is_dir() and not any(index.names_in(folder)):
             raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
-        tensors, places = scan(sources.hold(folder).tensors)
+        tensors, places = scan(sources.contents_of(folder).tensors)
         metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say what this rank would share."""
+        """Add this rank's offer of shared reads to the plan."""
         plan = super().prepare_local_plan(plan)
-        if self._changed():
+        if self._overridden_hooks():
             return plan
 
         def versions() -> dict[str, tuple[int, ...]]:
             places = self._places(plan.items)
             wanted = (places.get(item.storage_index) for item in plan.items)
-            # Mounts of the same storage may have other device numbers in other containers.
+            # Leave out the device number, which may differ between containers for the same file system.
             return {place.relative_path: place.identity[1:] for place in wanted if place}
 
-        return sharing.offered(plan, self._broadcast, self._group, self.path, versions)
+        return sharing.with_offer(plan, self._broadcast, self._group, self.path, versions)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Find what ranks are to share."""
+        """Decide which tensors ranks share, and which rank reads each part."""
         plans = super().prepare_global_plan(plans)
-        if self._changed():
+        if self._overridden_hooks():
             return plans
         items = itertools.chain.from_iterable(plan.items for plan in plans)
-        return sharing.shared(plans, lambda: PlacedTensors(self._places(items)))
+        return sharing.with_shares(plans, lambda: LocatedTensors(self._places(items)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for into the planner's tensors, converted to their dtypes.
+        """Read the items of a plan into the planner's tensors, converted to their dtypes.
 
         Raises
         ------
         CheckpointError
-            A file is not the one whose header was read.
+            A file has been replaced since its header was read.
         StorageError
-            Something could not be read.
+            A file could not be read.
         AssertionError
-            A destination has another size than what is to be read into it.
+            A destination and the slice that is read into it differ in size.
         """
         self.nbytes_read = 0
         self.last_load = None
         meter = Meter(self._progress)
-        if self._changed():
+        if self._overridden_hooks():
             super().read_data(plan, planner).wait()
             meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
             self.last_load = meter.finish()
-            return done(None)
+            return completed_future(None)
         load = PlanLoad(self._contents(plan.items), planner, meter, converts=True)
         load.read(plan, self._group)
         self.nbytes_read += load.nbytes_read
         self.last_load = meter.finish()
-        return done(None)
+        return completed_future(None)
 
-    def _contents(self, requests: list[ReadItem]) -> PlacedTensors:
-        """Return the data of the tensors that are asked for."""
-        return PlacedTensors(self._places(requests))
+    def _contents(self, requests: list[ReadItem]) -> LocatedTensors:
+        """Return the data of the requested tensors."""
+        return LocatedTensors(self._places(requests))
 
-    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, PartPlace]:
-        """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""
+    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, PartLocation]:
+        """Return the locations of all requested parts; read them from headers if torch's reader made the metadata."""
         places: dict[MetadataIndex, Any] = self.storage_data
         wanted = (places.get(request.storage_index) for request in requests)
-        paths = {each.relative_path for each in wanted if each and not isinstance(each, PartPlace)}
+        paths = {
+            each.relative_path for each in wanted if each and not isinstance(each, PartLocation)
+        }
         if not paths:
             return places
         found = {}
         for path in sorted(paths):
-            # Of what torch's metadata says not all is wanted: other files may be missing.
-            here = sources.hold([path], problem=lambda _: None)
+            # A load may need only some of the tensors in torch's metadata, so files may be missing.
+            here = sources.contents_of([path], problem=lambda _: None)
             for key, part in scan(here.tensors)[1].items():
                 known = places.get(key)
                 if known is None or known.relative_path != path:
@@ -505,15 +523,15 @@ class HuggingFaceStorageReader(TorchsReader):
                     there = f"{part.dtype} of the size {list(part.shape)}"
                     said = f"{known.dtype} of {list(known.shape)}"
                     raise CheckpointError(
-                        f"it is {there} in the file, and not {said} as the metadata says",
+                        f"it is {there} in the file, but {said} in the metadata",
                         path,
                         names=(key.fqn,),
                     )
-        return {key: each for key, each in places.items() if isinstance(each, PartPlace)} | found
+        return {key: each for key, each in places.items() if isinstance(each, PartLocation)} | found
 
-    def _changed(self) -> frozenset[str]:
-        """Return what a subclass has changed that only torch's code uses."""
-        return hooks.changed(self, _READER_HOOKS)
+    def _overridden_hooks(self) -> frozenset[str]:
+        """Return the names of overridden attributes that only torch's code respects."""
+        return hooks.overridden(self, _READER_HOOKS)
 
 
 _WRITER_HOOKS = hooks.hooks_of(HuggingFaceStorageWriter, TorchsWriter)
@@ -525,21 +543,21 @@ def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
     return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
 
 
-class PartPlace(NamedTuple):  # made in less time than a frozen dataclass
-    """Where a part of a tensor lies, with the attributes of torch's own class for that.
+class PartLocation(NamedTuple):  # faster to create than a frozen dataclass
+    """The location of a part of a tensor, with the attributes of the class that torch uses for such locations.
 
     Attributes
     ----------
     relative_path : str
         The file's path.
     shape, dtype
-        The part's, as torch has them.
+        The part's size and dtype.
     offset, length : int
-        Its bytes in the file.
+        The part's byte range in the file.
     identity : Version
-        Which file it was whose header said so.
+        The version of the file from which the header was read.
     order : tuple of int, optional
-        The order of its dimensions in which it is in C order; by default it is.
+        The order of dimensions in which the bytes are in C order; by default that of ``shape``.
     conj, neg : bool
         As for :class:`Payload`.
     """
@@ -555,22 +573,24 @@ class PartPlace(NamedTuple):  # made in less time than a frozen dataclass
     neg: bool = False
 
 
-class PlacedTensors(Located):
-    """The data of tensors whose places are known, in files of safetensors or another format without chunk checksums."""
+class LocatedTensors(ItemLocator):
+    """The data of tensors with known locations, in safetensors files or other formats without chunk checksums."""
 
-    def __init__(self, places: Mapping[MetadataIndex, PartPlace]) -> None:
+    def __init__(self, places: Mapping[MetadataIndex, PartLocation]) -> None:
         self._places = places
-        self._identities: dict[str, Version] = {}  # of files of which something was asked for
+        self._identities: dict[str, Version] = {}  # by path, of files with requested items
 
     def open(self, name: str) -> DataFile:
-        """Open a file, if it is the one whose header was read."""
+        """Open a file; CheckpointError if it is not the file whose header was read."""
         file = DataFile(name, name, None, lambda *_: ())
         if Version.of(file.file) != self._identities[name]:
-            raise CheckpointError("it is not the file whose header was read: load again", name)
+            raise CheckpointError(
+                "the file has changed since its header was read: load again", name
+            )
         return file
 
     def item(self, request: ReadItem) -> Item:
-        """Return where what is asked for lies."""
+        """Return an item of a plan with its location."""
         place: Any = self._places.get(request.storage_index)
         if place is None:
             raise CheckpointError("no file has this part of it", names=(request.storage_index.fqn,))
@@ -581,23 +601,23 @@ class PlacedTensors(Located):
         return Item(request, place, payload)
 
     def has_only_payload_crc(self, *_: Any) -> bool:
-        """Return False: the format has no checksums."""
+        """Return False: the format does not have checksums."""
         return False
 
 
-@uncollected()
+@collection_paused()
 def scan(
     held: Mapping[str, tuple[tuple[int, ...], list[Stored]]],
-) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, PartPlace]]:
-    """Return what tensors a place holds, in torch's words, and where their parts are.
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, PartLocation]]:
+    """Return the tensors of a folder or file as torch's metadata, and the locations of their parts.
 
     Raises
     ------
     SafetensorError
-        torch has no such dtype.
+        torch does not support a dtype.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, PartPlace] = {}
+    places: dict[MetadataIndex, PartLocation] = {}
     for name, (shape, parts) in held.items():
         kind, path = parts[0].tensor.dtype, parts[0].path
         dtype = dtypes.torch_dtype(kind)
@@ -607,27 +627,27 @@ def scan(
             sizes = torch.Size(dtypes.torch_shape(kind, own, path, name))
             offsets = torch.Size(dtypes.torch_shape(kind, at or (0,) * len(sizes), path, name))
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            place = PartPlace(path, sizes, dtype, begin, end - begin, version)
+            place = PartLocation(path, sizes, dtype, begin, end - begin, version)
             places[MetadataIndex(name, offsets)] = place
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     return tensors, places
 
 
-def of_payloads(
+def from_payloads(
     path: str, payloads: Mapping[str, Payload], identity: Version
-) -> tuple[dict[str, TensorStorageMetadata], PlacedTensors]:
-    """Return the whole tensors of a file of another format, as :func:`scan` does, and their data."""
+) -> tuple[dict[str, TensorStorageMetadata], LocatedTensors]:
+    """Return the tensors of a file of another format, each stored as one part, as :func:`scan` does, and their data."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, PartPlace] = {}
+    places: dict[MetadataIndex, PartLocation] = {}
     for name, payload in payloads.items():
         begin, nbytes, dtype, sizes, order, _, conj, neg = payload
         size, origin = torch.Size(sizes), torch.Size([0] * len(sizes))
-        places[MetadataIndex(name, origin)] = PartPlace(
+        places[MetadataIndex(name, origin)] = PartLocation(
             path, size, dtype, begin, nbytes, identity, order, conj, neg
         )
         chunk = ChunkStorageMetadata(origin, size)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-    return tensors, PlacedTensors(places)
+    return tensors, LocatedTensors(places)
 
 
 def consolidate(
@@ -637,33 +657,33 @@ def consolidate(
     *,
     sync: bool = True,
 ) -> None:
-    """Make files of whole tensors, and an index, from files that ranks have saved; in bounded memory.
+    """Combine files that ranks have saved into files of complete tensors with an index, in bounded memory.
 
     Parameters
     ----------
     paths : iterable of paths
         The files, as ``save_distributed=True`` writes them.
     directory : str or PathLike
-        Where to.
+        The directory for the new files.
     mapping : mapping of str to int
-        The number of each tensor's file, from 1 on.
+        The number of each tensor's file, from 1.
     sync : bool
-        Whether all has survived a power cut once this returns.
+        Whether the new files must survive a power cut once this returns.
 
     Raises
     ------
     CheckpointError
-        A tensor, or a part of one, is missing; or there is one more.
+        A tensor or a part of one is missing, or there is a tensor that ``mapping`` does not have.
     SafetensorError, StorageError, OSError
-        Something is damaged, or could not be read or written. What was there has stayed.
+        A file is damaged, or could not be read or written. Existing files are unchanged.
     """
-    tensors, places = scan(sources.hold(list(paths)).tensors)
+    tensors, places = scan(sources.contents_of(list(paths)).tensors)
     if tensors.keys() != mapping.keys():
         wrong = tuple(sorted(tensors.keys() ^ mapping.keys()))
         raise CheckpointError(
-            "what has been saved is not what fqn_to_index_mapping names", names=wrong
+            "the saved tensors are not those of fqn_to_index_mapping", names=wrong
         )
-    source = PlacedTensors(places)
+    source = LocatedTensors(places)
     by_file: dict[int, list[str]] = {}
     for name, number in mapping.items():
         by_file.setdefault(number, []).append(name)
@@ -674,12 +694,12 @@ def consolidate(
         weights: dict[str, str] = {}
         for number, names in by_file.items():
             name = file_name(number, highest)
-            total += write_whole(model, name, {each: tensors[each] for each in names}, source)
+            total += write_file(model, name, {each: tensors[each] for each in names}, source)
             weights |= dict.fromkeys(names, name)
         model.commit(_index(weights, total))
 
 
-def write_whole(
+def write_file(
     model: Model,
     name: str,
     tensors: Mapping[str, TensorStorageMetadata],
@@ -687,18 +707,18 @@ def write_whole(
     count: Callable[[int], object] = lambda _: None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write a file of a model with whole tensors, and return how many bytes these have."""
-    begin, order, nbytes = laid_out(tensors, metadata)
+    """Write a file of a model with complete tensors, and return their size in bytes."""
+    begin, order, nbytes = header_and_order(tensors, metadata)
     with model.add(name, len(begin) + nbytes) as file:
         file.write_bytes(begin)
         write_tensors(file, order, tensors, source, count)
     return nbytes
 
 
-def laid_out(
+def header_and_order(
     tensors: Mapping[str, TensorStorageMetadata], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str], int]:
-    """Return a file's header, the order of its tensors, and how many bytes these have."""
+    """Return a file's header, the order of its tensors, and their size in bytes."""
     entries = entries_of(tensors)
     begin, order = header.build(
         [entry[:3] for entry in entries], {"format": "pt", **(metadata or {})}
@@ -707,12 +727,12 @@ def laid_out(
 
 
 def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[TensorToSave]:
-    """Return what headers have of tensors.
+    """Return the header entries of tensors.
 
     Raises
     ------
     SafetensorError
-        The format has no such dtype.
+        The format does not support a dtype.
     """
     entries = []
     for name, described in tensors.items():
@@ -724,7 +744,7 @@ def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[TensorToSav
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> str:
-    """Return the format's dtype for a tensor; SafetensorError that names it if there is none."""
+    """Return the format's dtype for a tensor; the SafetensorError for an unsupported one has the tensor's name."""
     try:
         return dtypes.of_torch(dtype)
     except SafetensorError as error:
@@ -732,7 +752,7 @@ def dtype_of(name: str, dtype: torch.dtype) -> str:
 
 
 def file_name(number: int, highest: int, shard: int | None = None) -> str:
-    """Return what torch calls a file."""
+    """Return torch's name for a file."""
     name = f"model-{number:05d}-of-{highest:05d}{index.FILE_SUFFIX}"
     return name if shard is None else f"shard-{shard:05d}-{name}"
 
@@ -745,14 +765,14 @@ def _write_file(
     meter: Meter,
     own: Mapping[str, str],
 ) -> list[WriteResult]:
-    """Write a file with the parts of tensors that a rank has of it, and what its header says of them beside torch's."""
+    """Write a file with a rank's parts of tensors; ``own`` is added to torch's header metadata."""
     by_name: dict[str, WriteItem] = {}
     entries = []
     for item in items:
         each = item.index.fqn
         if each in by_name:
             raise CheckpointError(
-                "two parts of it would be in one file, which may have one of each name",
+                "this rank has two parts of this tensor, and a safetensors file can hold only one tensor of a name",
                 names=(each,),
             )
         by_name[each] = item
@@ -772,14 +792,14 @@ def _write_file(
         file.write_bytes(begin)
         for each in order:
             item = by_name[each]
-            tensor = _resolved(item, planner)
-            kept = tensor.device.type in ("cpu", "cuda") and is_of_state(tensor, item, planner)
+            tensor = _resolve_data(item, planner)
+            kept = tensor.device.type in ("cpu", "cuda") and is_state_memory(tensor, item, planner)
             if tensor.numel():
                 file.write(
                     tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu(), kept=kept
                 )
             del tensor
-            if not kept:  # it may be memory that the planner fills again for the next one
+            if not kept:  # the planner may reuse the memory for the next tensor
                 file.wait_until_copied()
             meter.add(_nbytes(item))
     meter.add(0, files=1)
@@ -789,16 +809,18 @@ def _write_file(
     ]
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    """Return what is to be written, if it is what was planned."""
+def _resolve_data(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return the tensor to write; CheckpointError if it differs from the plan."""
     tensor, planned = planner.resolve_data(item), item.tensor_data
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{item.index.fqn}: the planner gives {type(tensor)} for a tensor")
+        raise TypeError(
+            f"{item.index.fqn}: the planner returned {type(tensor)} instead of a tensor"
+        )
     assert planned is not None
     sizes, dtype = planned.chunk.sizes, planned.properties.dtype
     if tensor.size() != sizes or tensor.dtype != dtype:
         raise CheckpointError(
-            f"the planner gives {tensor.dtype} of size {list(tensor.size())} instead of {dtype} of {list(sizes)}",
+            f"the planner returned {tensor.dtype} of size {list(tensor.size())} instead of {dtype} of {list(sizes)}",
             names=(item.index.fqn,),
         )
     return tensor.detach()
@@ -818,8 +840,8 @@ def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
     return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
 
 
-def _known(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments that a class of the installed torch takes; the others must have their defaults."""
+def _supported_arguments(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the installed torch's class supports; the others must have their defaults."""
     taken = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     own = inspect.signature(
         HuggingFaceStorageWriter.__init__

@@ -1,4 +1,4 @@
-"""Which items of a plan go to which file, in which order: as torch does it, so that files have torch's bytes."""
+"""The distribution of a plan's items over files. It follows torch's writer, so files have the same contents."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 def files_of(
     items: list[WriteItem], *, single_file_per_rank: bool, thread_count: int, copies_ahead: bool
 ) -> list[list[WriteItem]]:
-    """Return the items of each file in the order in which torch writes them; there may be files without items.
+    """Return the items of each file, in the order in which torch writes them; a file may have no items.
 
     Parameters
     ----------
     items : list of WriteItem
-        A rank's.
+        The items of one rank.
     single_file_per_rank, thread_count
-        As torch's FileSystemWriter takes them.
+        As in torch's FileSystemWriter.
     copies_ahead : bool
-        Whether torch would copy from an accelerator ahead of writing; it sorts by size then.
+        Whether torch would copy from an accelerator ahead of writing; in that case it sorts items by size.
     """
     if not single_file_per_rank:
         return [[item] for item in items]
@@ -43,12 +43,12 @@ def files_of(
 
 
 def max_nbytes(item: WriteItem) -> int:
-    """Return what an item takes at most in a file, as far as it is known."""
+    """Return the maximum size of an item in a file; an object of unknown size counts as 0 bytes."""
     return content_nbytes(item) + (0 if item.tensor_data is None else MAX_OVERHEAD_NBYTES)
 
 
 def content_nbytes(item: WriteItem) -> int:
-    """Return how many bytes a tensor or object has, as far as it is known."""
+    """Return the size of a tensor or object in bytes, which is 0 for an object of unknown size."""
     if item.tensor_data is None:
         data = getattr(item, "bytes_io_data", None)  # torch 2.8 and later
         return max(0, data.nbytes) if data is not None else 0
@@ -56,7 +56,7 @@ def content_nbytes(item: WriteItem) -> int:
 
 
 def _spread(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Spread items over files as torch does: bytes in turn, then tensors, largest first, each to the emptiest."""
+    """Spread items over files as torch does: objects in turn, then tensors, largest first, to the smallest file."""
     if count == 1:
         return [items]
     files: list[list[WriteItem]] = [[] for _ in range(count)]

@@ -1,10 +1,11 @@
-"""Reading `.metadata`: a pickle, of which nothing is believed.
+"""Reading and checking `.metadata`, which is a pickle, as untrusted input.
 
-torch reads it by `pickle.load`, so that whoever can write the file can run code. Here only the classes that torch puts
-there are made, and what they hold is checked before anything is done with it.
+torch reads it with `pickle.load`, which lets the author of the file run any code. This module only creates instances of
+the classes that torch writes there, and checks their fields before use.
 
-Writers of tensorferry add three things, all of which torch ignores: to each tensor's `_StorageInfo` where its payload
-lies in the blob, to `Metadata` the checksums of the data files, and behind the pickle its own checksum.
+tensorferry's writers add three things, which torch ignores. The `_StorageInfo` of a tensor, which locates its blob (the
+bytes that torch.save writes for the tensor), also has the location of the payload (the elements) in the blob.
+`Metadata` has the checksums of the data files. A trailer after the pickle has the pickle's own checksum.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from torch.distributed.checkpoint.metadata import (
 from tensorferry._core import crc32
 from tensorferry.base.checks import MAX_FILE_NBYTES, can_be_path
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
-from tensorferry.checkpoint.garbage import uncollected
+from tensorferry.checkpoint.garbage import collection_paused
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.zipformat import pickles
 from tensorferry.checkpoint.zipformat.pickles import (
-    Maker,
+    Constructor,
     MalformedError,
     RefusedError,
     checked_keys,
@@ -49,7 +50,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
     text,
 )
-from tensorferry.transfer.remote import ObjectPath, place
+from tensorferry.transfer.remote import ObjectPath, as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,20 +58,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 # Chunk k of a data file is bytes [k * CHUNK_NBYTES, (k + 1) * CHUNK_NBYTES), up to the end of the file. Readers verify
-# whole chunks, so that this is what a partial read may read too much, at each end.
+# whole chunks, so a partial read may read up to this many extra bytes at each end.
 CHUNK_NBYTES = 256 * 1024
 
 EXTRAS = "tensorferry"
-"""The attribute under which `_StorageInfo` and `Metadata` carry what writers of tensorferry add."""
+"""The attribute of `_StorageInfo` and `Metadata` that holds the additions of tensorferry's writers."""
 
 EXTRAS_VERSION = 1
 _TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
 TRAILER_NBYTES = 27
-# Of an object: there are no links, and no names that lead upwards.
+# The relative name of an object in a bucket, with no part that is empty, "." or "..". Objects have no links, so such a
+# name is below the checkpoint's prefix.
 _BELOW = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[^\0]+")
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 4096, 4 << 20
 _PAGE_NBYTES = 4096
-# A list index in `planner_data`: torch makes lists of that length.
+# The limit for a list index in `planner_data`: torch creates a list of that length.
 _MAX_INDEX = 1 << 20
 
 
@@ -85,7 +87,7 @@ class DataFileChecksums:
     chunk_nbytes : int
         Size of the chunks; the last one may be shorter.
     crcs : memoryview
-        Of 32-bit numbers.
+        The chunks' CRC-32, as 32-bit numbers.
     """
 
     nbytes: int
@@ -94,13 +96,13 @@ class DataFileChecksums:
 
 
 def metadata_path(folder: str | os.PathLike[str], rank: int | None = None) -> pathlib.Path:
-    """Return the path of a checkpoint's metadata: of all ranks, or of one that was saved without collectives."""
+    """Return the path of the metadata of all ranks, or of one ``rank`` that saved without collectives."""
     name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-    return place(folder) / name
+    return as_path(folder) / name
 
 
 def trailer_of(pickled: bytes) -> bytes:
-    """Return what our writers put behind the pickle: its checksum."""
+    """Return the trailer that our writers put after a pickle: a line with the pickle's checksum."""
     return b"tensorferry crc32 %08x\n" % crc32(pickled)
 
 
@@ -112,40 +114,43 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
     path : Path
         The file.
     trust_pickle : bool
-        Make whatever objects the file asks for, which may run any code.
+        Create any object in the pickle, which may run any code.
 
     Raises
     ------
     OSError
-        It cannot be read.
+        The file cannot be read.
     CheckpointError
-        It is damaged, or holds what torch does not put there.
+        The file is damaged, or holds objects that torch does not write.
     """
     if not is_regular(path):
-        raise CheckpointError("it is no regular file", str(path))
+        raise CheckpointError("it is not a regular file", str(path))
     return parse_metadata(path.read_bytes(), str(path), trust_pickle=trust_pickle)
 
 
-@uncollected()
+@collection_paused()
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
-    """Do as :func:`read_metadata` does with what a file of that path holds."""
+    """Parse the contents of a metadata file as :func:`read_metadata` does; ``path`` is the path in errors."""
     trailer = _TRAILER.fullmatch(data[-TRAILER_NBYTES:])
     body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
-        raise CheckpointError("it is not what was written (its checksum is another)", path)
-    # With a checksum that fits nothing is damaged, and an older checkpoint would be refused as well.
+        raise CheckpointError(
+            "its bytes are not those that were written (the checksum differs)", path
+        )
+    # A matching checksum excludes damage, so unreadable content is refused content. Without a trailer, as in torch's
+    # checkpoints, unreadable content is more likely damage.
     kind = RefusedCheckpointError if trailer else CheckpointError
     try:
         if trust_pickle:
             stream = io.BytesIO(body)
             metadata, end = pickle.Unpickler(stream).load(), stream.tell()
-            _of_today(metadata)
+            _update_properties(metadata)
         else:
             metadata, end = _loads(bytes(body))
     except RefusedError as error:
         raise kind(
-            f"it asks for {error}, which is no part of torch's metadata and may run any code; if you trust whoever "
-            "made this checkpoint, read it with trust_pickle=True",
+            f"it contains {error}, which is not part of torch's metadata and may run any code; if you trust the author "
+            "of this checkpoint, read it with trust_pickle=True",
             path,
         ) from None
     except Exception as error:
@@ -157,16 +162,18 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
         check_metadata(metadata, path)
     except CheckpointError as error:
         raise kind(error.reason, path) from None
+    # Our writers always write a trailer, and torch writes nothing after the pickle: the trailer has been lost.
     if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
-        raise CheckpointError("its end, with the checksum, is damaged or missing", path)
+        raise CheckpointError("its end, which holds the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
 
 
 def _loads(data: bytes) -> tuple[Any, int]:
-    """Return what a pickle holds, and where it ends."""
+    """Return the object in a pickle, and the offset of its end."""
     found = pickles.loads_records(data, _KNOWN)
     if found is None or type(found[0]) is not Metadata:
         return pickles.loads(data, _NAMES, older=OLDER_MODULES)
+    # The subclasses were needed for checks during the read only: make their instances those of torch's classes.
     for index in found[0].storage_data or ():
         if type(index) is _Index:
             object.__setattr__(index, "__class__", MetadataIndex)
@@ -177,12 +184,12 @@ def _loads(data: bytes) -> tuple[Any, int]:
 
 
 def check_metadata(metadata: Any, path: str) -> None:
-    """Check all that a load relies on.
+    """Check every field that a load relies on.
 
     Raises
     ------
     CheckpointError
-        Something is missing, or is not what it should be.
+        A field is missing or has an invalid value.
     """
     try:
         _check(metadata)
@@ -191,7 +198,7 @@ def check_metadata(metadata: Any, path: str) -> None:
 
 
 def file_checksums(metadata: Metadata) -> dict[str, DataFileChecksums]:
-    """Return the checksums of each data file that has some, by the name in ``relative_path``."""
+    """Return the checksums of the data files that have them, by the file's ``relative_path``."""
     extras = metadata.__dict__.get(EXTRAS)
     if extras is None:
         return {}
@@ -203,13 +210,13 @@ def file_checksums(metadata: Metadata) -> dict[str, DataFileChecksums]:
 
 
 def payload_of(info: _StorageInfo) -> tuple[int, int] | None:
-    """Return (offset in the blob, bytes) of a tensor's payload in C order; None where that is not said."""
+    """Return (offset in the blob, size in bytes) of a tensor's payload in C order; None if there is no location."""
     extras: tuple[int, int] | None = info.__dict__.get(EXTRAS)
     return extras
 
 
 def chunk_of(metadata: Metadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
-    """Return the chunk that an index names; None if there is none."""
+    """Return the chunk of a tensor (torch's term for a saved part) that an index refers to, or None."""
     entry = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -225,14 +232,14 @@ def chunk_of(metadata: Metadata, index: MetadataIndex) -> ChunkStorageMetadata |
 
 
 def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bool = False) -> str:
-    """Return the path of a data file, which lies inside the checkpoint.
+    """Return the path of a data file inside the checkpoint's folder.
 
     Raises
     ------
     CheckpointError
-        It does not: the name leads out of the folder, by itself or through a link.
+        The name leads out of the folder, directly or through a link.
     """
-    path = place(folder) / relative_path
+    path = as_path(folder) / relative_path
     if isinstance(path, ObjectPath):
         if not _BELOW.fullmatch(relative_path):
             raise RefusedCheckpointError(
@@ -247,20 +254,20 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
                 str(folder),
             )
         if not is_regular(path):
-            raise CheckpointError("it is no regular file", str(path))
+            raise CheckpointError("it is not a regular file", str(path))
     return str(path)
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file whose bytes end: no pipe, device or folder. What is missing may be one."""
+    """Return False for a pipe, a device or a folder, which may have no end; a missing file counts as regular."""
     try:
-        return stat.S_ISREG(place(path).stat().st_mode)
+        return stat.S_ISREG(as_path(path).stat().st_mode)
     except OSError:
         return True
 
 
 def _build_properties(properties: TensorProperties, state: Any) -> None:
-    """Take the state that any version of torch writes: 2.15 added the strides."""
+    """Set the state that any version of torch writes; torch 2.15 added the strides."""
     if type(state) is not tuple or len(state) < 5:
         raise MalformedError("tensor properties that no version of torch writes")
     dtype, layout, requires_grad, encoding, pin_memory, *more = state
@@ -282,8 +289,8 @@ def _build_properties(properties: TensorProperties, state: Any) -> None:
     TensorProperties.__setstate__(properties, known)  # type: ignore[no-untyped-call]
 
 
-def _of_today(metadata: Any) -> None:
-    """Replace the properties of torch up to 2.2, which come where a pickle is trusted."""
+def _update_properties(metadata: Any) -> None:
+    """Replace the properties class of torch up to 2.2, which a trusted pickle may contain."""
     entries = getattr(metadata, "state_dict_metadata", None)
     for entry in entries.values() if isinstance(entries, dict) else ():
         old: Any = getattr(entry, "properties", None)
@@ -292,7 +299,7 @@ def _of_today(metadata: Any) -> None:
             entry.properties = TensorProperties(*values)
 
 
-def _path_of(kind: Callable[..., Any]) -> Callable[..., Any]:
+def _path_constructor(kind: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *parts: kind(*map(text, parts))
 
 
@@ -304,15 +311,15 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _memory_format(value: Any) -> int:
-    """Stand for the enumeration: its members belong to the process, and a pickle could change them."""
+    """Replace the enumeration with its value: a pickle could modify the members, which the whole process shares."""
     if type(value) is not int or not 0 <= value < len(torch_metadata._MEM_FORMAT_ENCODING):
         raise MalformedError("an unknown memory format")
     return value
 
 
 def _member(kind: Any, name: Any) -> int:
-    """Stand for getattr(), by which some versions of Python pickle members of enumerations."""
-    if type(kind) is not Maker or kind.make is not _memory_format:
+    """Replace getattr(), by which some versions of Python pickle members of an enumeration."""
+    if type(kind) is not Constructor or kind.make is not _memory_format:
         raise RefusedError("builtins.getattr")
     return int(torch_metadata._MEM_FORMAT_ENCODING[text(name)].value)
 
@@ -321,16 +328,16 @@ _SEQUENCES = (tuple, list, torch.Size)
 
 
 def _size(*lengths: Any) -> torch.Size:
-    """Stand for torch.Size, which makes of a range as many numbers as that says."""
+    """Replace torch.Size, which would expand a range of any length."""
     if len(lengths) > 1 or (lengths and type(lengths[0]) not in _SEQUENCES):
-        raise MalformedError("a size that is none")
+        raise MalformedError("a malformed size")
     return torch.Size(*lengths)
 
 
-def _hashed(kind: type) -> Callable[..., Any]:
+def _set_constructor(kind: type) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
         if len(arguments) > 1 or not all(type(values) in (list, tuple) for values in arguments):
-            raise MalformedError(f"a {kind.__name__} of what is no list")
+            raise MalformedError(f"a {kind.__name__} made from something other than a list")
         return kind(*map(checked_keys, arguments))
 
     return make
@@ -338,33 +345,38 @@ def _hashed(kind: type) -> Callable[..., Any]:
 
 _TORCH = "torch.distributed.checkpoint"
 _UP_TO_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
+# Names of modules in pickles that other versions of Python wrote, with the names to use for them.
 OLDER_MODULES = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
     "pathlib._local": "pathlib",  # the name in Python 3.13
 }
-SIMPLE_MAKERS = [
-    Maker("torch.Size", _size),
-    Maker("torch.serialization._get_layout", _layout),
-    Maker("builtins.set", _hashed(set)),
-    Maker("builtins.frozenset", _hashed(frozenset)),
-    Maker("collections.OrderedDict", empty(OrderedDict)),
-    *(Maker(f"pathlib.{name}", _path_of(pathlib.Path)) for name in ("Path", "PosixPath")),
+SIMPLE_CONSTRUCTORS = [
+    Constructor("torch.Size", _size),
+    Constructor("torch.serialization._get_layout", _layout),
+    Constructor("builtins.set", _set_constructor(set)),
+    Constructor("builtins.frozenset", _set_constructor(frozenset)),
+    Constructor("collections.OrderedDict", empty(OrderedDict)),
     *(
-        Maker(f"pathlib.{name}", _path_of(pathlib.PurePosixPath))
+        Constructor(f"pathlib.{name}", _path_constructor(pathlib.Path))
+        for name in ("Path", "PosixPath")
+    ),
+    *(
+        Constructor(f"pathlib.{name}", _path_constructor(pathlib.PurePosixPath))
         for name in ("PurePath", "PurePosixPath")
     ),
     *(
-        Maker(f"pathlib.{name}", _path_of(pathlib.PureWindowsPath))
+        Constructor(f"pathlib.{name}", _path_constructor(pathlib.PureWindowsPath))
         for name in ("WindowsPath", "PureWindowsPath")
     ),
 ]
+# The names that metadata may contain, for pickles.loads().
 _NAMES = table(
     [
-        *SIMPLE_MAKERS,
-        Maker("builtins.getattr", _member),
-        Maker(f"{_TORCH}.metadata._MEM_FORMAT_ENCODING", _memory_format),
-        Maker(f"{_UP_TO_2_2}.MEM_FORMAT_ENCODING", _memory_format),
+        *SIMPLE_CONSTRUCTORS,
+        Constructor("builtins.getattr", _member),
+        Constructor(f"{_TORCH}.metadata._MEM_FORMAT_ENCODING", _memory_format),
+        Constructor(f"{_UP_TO_2_2}.MEM_FORMAT_ENCODING", _memory_format),
         record(f"{_TORCH}.metadata.TensorProperties", TensorProperties, _build_properties),
         record(f"{_UP_TO_2_2}.TensorProperties", TensorProperties, _build_properties),
         record(f"{_TORCH}.filesystem._StorageInfo", filesystem._StorageInfo),
@@ -384,7 +396,10 @@ _NAMES = table(
 
 
 class _Index(MetadataIndex):
-    """Is one until it has been read: hashes are taken while it is, and this one never takes long."""
+    """The class of a MetadataIndex while the pickle is read.
+
+    A MetadataIndex is a dict key, and its hash includes its fields: so the fields are checked before they are hashed.
+    """
 
     def __hash__(self) -> int:
         fields = self.__dict__
@@ -392,17 +407,19 @@ class _Index(MetadataIndex):
             type(None),
             torch.Size,
         ):
-            raise MalformedError("a damaged place of a tensor")
+            raise MalformedError("a damaged index of a tensor")
         return super().__hash__()
 
 
 class _Properties(TensorProperties):
-    """Are some until they have been read."""
+    """The class of TensorProperties while the pickle is read, which checks the state in the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         _build_properties(self, state)
 
 
+# The same names for pickles.loads_records(), which is faster: the classes that Python's unpickler instantiates, and
+# constructors for all other names.
 _KNOWN = {
     **{name: maker if maker.kind is None else maker.kind for name, maker in _NAMES.items()},
     "torch.Size": torch.Size,
@@ -412,14 +429,20 @@ _KNOWN = {
 
 
 def _check(metadata: Any) -> None:
+    """Check metadata for :func:`check_metadata`.
+
+    The messages are shown after the path of the metadata file, which they call "it".
+    """
     if not isinstance(metadata, Metadata):
-        raise MalformedError(f"it holds no Metadata but {type(metadata).__name__}")
+        raise MalformedError(f"it holds {type(metadata).__name__} instead of Metadata")
     state = getattr(metadata, "state_dict_metadata", None)
     infos = getattr(metadata, "storage_data", None)
     if not isinstance(state, dict) or not isinstance(infos, dict):
-        raise MalformedError("it lists no tensors")
+        raise MalformedError(
+            "its tables of tensors (state_dict_metadata, storage_data) are missing or damaged"
+        )
     if not isinstance(getattr(metadata, "storage_meta", None), (StorageMeta, type(None))):
-        raise MalformedError("what it says of its storage is damaged")
+        raise MalformedError("its field storage_meta is damaged")
     _check_planner_data(getattr(metadata, "planner_data", None), state)
     for name, entry in state.items():
         if not isinstance(name, str):
@@ -431,19 +454,19 @@ def _check(metadata: Any) -> None:
     files = _checked_extras(metadata)
     for index, info in infos.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
-            raise MalformedError("the places of its tensors are damaged")
+            raise MalformedError("the locations of its tensors are damaged")
         _check_place(index, info, files)
 
 
 def _check_planner_data(planner_data: Any, state: dict[str, Any]) -> None:
-    """Check the paths by which torch puts entries into dicts and lists, which it makes as long as an index says."""
+    """Check the paths by which torch nests entries in dicts and lists: a large index makes torch create a long list."""
     if type(planner_data) is not dict:
         return
     for name, path in planner_data.items():
         if name in state and type(path) is tuple:
             for part in path:
                 if type(part) is int and abs(part) > _MAX_INDEX:
-                    raise MalformedError(f"the place of {name!r} in the state is damaged")
+                    raise MalformedError(f"the path of {name!r} in the state is damaged")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
@@ -493,9 +516,9 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         or not _is_count(length)
         or offset + length > files.get(relative_path, MAX_FILE_NBYTES)
     ):
-        raise MalformedError(f"the place of {name!r} is damaged")
+        raise MalformedError(f"the location of {name!r} is damaged")
     if relative_path in ("", ".") or "\0" in relative_path or not can_be_path(relative_path):
-        raise MalformedError(f"{name!r} lies in a file named {relative_path!r}")
+        raise MalformedError(f"{name!r} is in a file with the invalid name {relative_path!r}")
     transforms = values.get("transform_descriptors")
     if transforms is not None and not (
         type(transforms) in (list, tuple) and all(type(each) is str for each in transforms)
@@ -509,18 +532,22 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         and _is_count(payload[1])
         and payload[0] + payload[1] <= length
     ):
-        raise MalformedError(f"the place of the payload of {name!r} is damaged")
+        raise MalformedError(f"the location of the payload of {name!r} is damaged")
 
 
 def _checked_extras(metadata: Metadata) -> dict[str, int]:
-    """Check the checksums' form, and return the sizes of the files that have some."""
+    """Check the form of the table of checksums in metadata, and return the sizes of the data files in it.
+
+    As in the messages of :func:`_check`, "its checksums" are those of the metadata file, which the table is part of.
+    """
     extras = metadata.__dict__.get(EXTRAS)
     if extras is None:
         return {}
     version = extras.get("version") if isinstance(extras, dict) else None
     if version != EXTRAS_VERSION:
         raise MalformedError(
-            f"its checksums are of another version than {EXTRAS_VERSION}, which is the one known here"
+            f"its checksums do not have version {EXTRAS_VERSION}, the only one that this tensorferry reads (likely "
+            "cause: a newer tensorferry saved them)"
         )
     chunk_nbytes, files = extras.get("chunk_nbytes"), extras.get("files")
     if (
@@ -529,7 +556,7 @@ def _checked_extras(metadata: Metadata) -> dict[str, int]:
         or chunk_nbytes % _PAGE_NBYTES
         or not isinstance(files, dict)
     ):
-        raise MalformedError("its checksums are damaged")
+        raise MalformedError("the table of checksums in the metadata is malformed")
     for name, entry in files.items():
         if (
             not isinstance(name, str)

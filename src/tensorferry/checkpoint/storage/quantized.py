@@ -1,12 +1,13 @@
-"""torch's reader of quantised models: block-wise FP8 (DeepSeek's) and MXFP4 (gpt-oss's), dequantised as they are read.
+"""Reader of quantized models, block-wise FP8 (DeepSeek's) and MXFP4 (gpt-oss's), which dequantizes while it reads.
 
-A quantised tensor is codes, and scales in a tensor of its own, perhaps of another file. Codes come in slabs, as what is
-converted does; each slab is looked up in a table of what codes mean, multiplied by its scales, and copied to its place.
-So memory is bounded, however large a tensor is.
+A quantized tensor consists of codes, and of scales in a separate tensor, perhaps in another file. Codes are read into
+slabs, as for any conversion: each slab is translated by a table of the codes' values, multiplied by its scales, and
+copied to its destination. So memory is bounded, whatever the size of a tensor.
 
 piece
-    Codes of an item whose scales are few enough to be in memory. The scales of several pieces, in the order in which
-    these lie in the files, are read at a time: most tensors have some hundred.
+    Codes of an item that need few enough scales to hold these in memory. The scales of several pieces are read at a
+    time, in the order of the pieces in the files, because most tensors have only some hundred scales, and separate
+    reads of so few bytes would be slow.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from tensorferry.base import openmp
 from tensorferry.base.checks import positive
 from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.storage import delivery, hooks
+from tensorferry.checkpoint.storage import destinations, hooks
 from tensorferry.checkpoint.storage.contents import Item
-from tensorferry.checkpoint.storage.huggingface import HuggingFaceStorageReader, PlacedTensors
-from tensorferry.checkpoint.storage.reader import ItemLoad, Lent
+from tensorferry.checkpoint.storage.huggingface import HuggingFaceStorageReader, LocatedTensors
+from tensorferry.checkpoint.storage.reader import ItemLoad, PreallocatedPlanner
 from tensorferry.checkpoint.storage.reading import Reading
 
 if TYPE_CHECKING:
@@ -49,52 +50,52 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Readable
     from tensorferry.checkpoint.progress import Listener
-    from tensorferry.checkpoint.storage.huggingface import PartPlace
-    from tensorferry.checkpoint.storage.reading import Want
+    from tensorferry.checkpoint.storage.huggingface import PartLocation
+    from tensorferry.checkpoint.storage.reading import ReadRequest
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
 _WEIGHT, _SCALE_OF_WEIGHT = ".weight", ".weight_scale_inv"
 _BLOCKS, _SCALES_OF_BLOCKS = "_blocks", "_scales"
 
-# Of codes whose scales are read at a time, and of these scales.
+# The limit for the codes of a piece, and for the scales that are read at a time.
 _PIECE_NBYTES = 16 << 20
 _SCALES_NBYTES = 1 << 20
 
-# Of codes whose values are made at a time: they stay in a processor's cache.
+# The number of elements that are converted at a time, so that they stay in the processor's cache.
 _VALUED_NUMEL = 128 << 10
 
-# The format MXFP4: what four bits mean, the last of them the sign; and a scale is a power of two, with this bias.
+# The MXFP4 format: _E2M1 has the values of the low three of four bits; the highest bit is the sign. A scale byte b
+# represents the factor 2 ** (b - _E8M0_BIAS).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
-    """Loads quantised models as torch's QuantizedHuggingFaceStorageReader does: dequantised as they are read.
+    """Loads quantized models as torch's QuantizedHuggingFaceStorageReader does, and dequantizes while it reads.
 
     ``x.weight`` with ``x.weight_scale_inv`` is a matrix in square blocks, each with a scale. ``x_blocks`` with
-    ``x_scales`` is MXFP4, and for planners has the size of its values. Other tensors are loaded as they are.
+    ``x_scales`` is MXFP4; planners see the size of its values. Other tensors are loaded unchanged.
 
     Parameters
     ----------
     path, thread_count, progress
-        As for :class:`HuggingFaceStorageReader`. There may be an index or none.
+        As for :class:`HuggingFaceStorageReader`. An index is optional.
     target_dtype : torch.dtype
-        Of floating point. Values are rounded to it, and then converted to the dtype of their destination.
+        A floating-point dtype. Values are rounded to it, and then converted to the dtype of their destination.
     block_size : int
         The side of a matrix's blocks.
 
     Attributes
     ----------
     nbytes_read : int
-        Bytes that the last load has read from files, without headers.
+        Bytes that the last load read from files, without headers.
     last_load : Throughput or None
-        How many bytes of files, without scales, the last load has given to tensors, and in what time; None if it
-        failed.
+        The bytes, without scales, that the last load converted for tensors, and the time it took; None if it failed.
 
     Raises
     ------
     ValueError
-        An argument has no such value.
+        An argument has an invalid value.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
         progress: Listener | None = None,
     ) -> None:
         if not (isinstance(target_dtype, torch.dtype) and target_dtype.is_floating_point):
-            raise ValueError(f"target_dtype: {target_dtype!r} is not a dtype of floating point")
+            raise ValueError(f"target_dtype: {target_dtype!r} is not a floating-point dtype")
         path = hooks.first_folder(self, QuantizedHuggingFaceStorageReader, path, reads=True)
-        # What ranks hand to each other are bytes of files; they would have to be dequantised behind that.
+        # Broadcast is not supported: ranks exchange bytes as they are in the files, without dequantizing them.
         super().__init__(path, thread_count, progress=progress, broadcast=False)
         self.target_dtype = target_dtype
         self.block_size = positive(block_size, "block_size")
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
-        """Read and check all headers; quantised tensors are described as they will be loaded.
+        """Read and check all headers; quantized tensors are described as they will be loaded.
 
         Raises
         ------
@@ -123,9 +124,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
             As for :class:`HuggingFaceStorageReader`.
         """
         metadata = super().read_metadata(*_arguments, **_options)
-        if "fs" in self._changed():
+        if "fs" in self._overridden_hooks():
             return metadata
-        places: dict[MetadataIndex, PartPlace] = metadata.storage_data
+        places: dict[MetadataIndex, PartLocation] = metadata.storage_data
         self._weight_map = {
             index.fqn: os.path.basename(place.relative_path)  # noqa: PTH119
             for index, place in places.items()
@@ -139,8 +140,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
             dtype = described.properties.dtype
             if _is_mxfp4(name, dtype, described.size) and len(described.chunks) == 1:
                 (chunk,) = described.chunks
-                self._tensor_full_shapes[name + "_quantized"] = described.size  # as torch's has it
-                size = described.size = torch.Size(_dequantised_sizes(described.size))
+                # As in torch's class, which keeps the stored size under this name.
+                self._tensor_full_shapes[name + "_quantized"] = described.size
+                size = described.size = torch.Size(_dequantized_sizes(described.size))
                 origin = torch.Size([0] * len(size))
                 described.chunks = [ChunkStorageMetadata(origin, size)]
                 places[MetadataIndex(name, origin)] = places.pop(MetadataIndex(name, chunk.offsets))
@@ -150,11 +152,11 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
         return metadata
 
     def _load_quantization_metadata(self) -> None:
-        """Find out which tensors are quantised; a subclass may have its own way, as with torch's."""
+        """Determine which tensors are quantized. A subclass may override this, as with torch's class."""
         self._build_weight_scale_mapping(self._weight_map)
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
-        """Find the scales of tensors by their names; a subclass may have its own way, as with torch's."""
+        """Find the scales of tensors by their names. A subclass may override this, as with torch's class."""
         for name in weight_map:
             for ending, scaled in (
                 (_SCALE_OF_WEIGHT, _WEIGHT),
@@ -164,16 +166,16 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
                 if name.endswith(ending) and weight in weight_map:
                     self._weight_scale_mapping[weight] = name
 
-    def _contents(self, requests: list[ReadItem]) -> PlacedTensors:
+    def _contents(self, requests: list[ReadItem]) -> LocatedTensors:
         def count(nbytes: int) -> None:
             self.nbytes_read += nbytes
 
         places = self._places(requests)
         return _QuantizedTensors(places, self, _Scales(places, count))
 
-    def _changed(self) -> frozenset[str]:
-        """Return what a subclass has changed that only torch's code uses."""
-        return hooks.changed(self, _READER_HOOKS)
+    def _overridden_hooks(self) -> frozenset[str]:
+        """Return the names of overridden attributes that only torch's code respects."""
+        return hooks.overridden(self, _READER_HOOKS)
 
 
 _READER_HOOKS = hooks.hooks_of(
@@ -181,12 +183,12 @@ _READER_HOOKS = hooks.hooks_of(
 )
 
 
-class _QuantizedTensors(PlacedTensors):
-    """The data of a model, of which some tensors are quantised."""
+class _QuantizedTensors(LocatedTensors):
+    """The data of a model with quantized tensors."""
 
     def __init__(
         self,
-        places: Mapping[MetadataIndex, PartPlace],
+        places: Mapping[MetadataIndex, PartLocation],
         reader: QuantizedHuggingFaceStorageReader,
         scales: _Scales,
     ) -> None:
@@ -198,17 +200,18 @@ class _QuantizedTensors(PlacedTensors):
         self._has_blocks = any(name.endswith(_WEIGHT) for name in self._names)
 
     def item(self, request: ReadItem) -> Item:
-        """Return where what is asked for lies, and how it is dequantised.
+        """Return an item with its location, and for a quantized tensor the way to dequantize it.
 
         Raises
         ------
         CheckpointError
-            Its scales are missing, or have another size than its blocks; or it is not as either format has it.
+            The scales of a quantized tensor are missing, or their size does not fit the tensor's blocks; or the tensor
+            is in neither format.
         """
         plain = super().item(request)
         name = request.storage_index.fqn
         if name in self._names:
-            return self._dequantised(plain, name)
+            return self._dequantized_item(plain, name)
         assert plain.payload is not None
         if _is_mxfp4(name, plain.payload.dtype, plain.payload.sizes) or (
             self._has_blocks and name.endswith(_WEIGHT) and _is_float8(plain.payload.dtype)
@@ -217,16 +220,16 @@ class _QuantizedTensors(PlacedTensors):
         return plain
 
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each data file, in the order in which they lie there, and in pieces."""
+        """Return the items of each data file, in the order of their offsets, each cut into pieces."""
         by_file = super().locate(requests)
         for items in by_file.values():
             for item in items:
                 if isinstance(item, _Blockwise):
-                    item.cut_up()
+                    item.split_into_pieces()
         return by_file
 
-    def _dequantised(self, plain: Item, name: str) -> Item:
-        """Return an item as it is delivered, if it and its scales are as the format has them."""
+    def _dequantized_item(self, plain: Item, name: str) -> Item:
+        """Return an item that dequantizes; CheckpointError if the tensor or its scales do not follow the format."""
         payload, reader = plain.payload, self._reader
         assert payload is not None
         sizes, dtype = payload.sizes, payload.dtype
@@ -239,7 +242,7 @@ class _QuantizedTensors(PlacedTensors):
             is_known = len(sizes) == 2 and _has_values(dtype)
         if not is_known:
             raise _error(
-                plain, f"no blocks with scales are known that are {dtype} of {list(sizes)}"
+                plain, f"{dtype} of {list(sizes)} is not a supported format of blocks with scales"
             )
         scales = MetadataIndex(self._names[name], torch.Size([0] * len(block)))
         item = kind(
@@ -252,26 +255,26 @@ class _QuantizedTensors(PlacedTensors):
             scales_index=scales,
         )
         if reader._tensor_full_shapes[name] != torch.Size(item.sizes):
-            raise _error(plain, "it is quantised, and in parts, of which each rank has saved one")
+            raise _error(plain, "it is quantized and saved in parts, which is not supported")
         place = self._places.get(scales)
         needed = [-(-size // each) for size, each in zip(sizes, block, strict=False)]
         if place is None or [*place.shape] != needed:
-            found = "no such tensor is there" if place is None else f"they are {[*place.shape]}"
+            found = "there is no such tensor" if place is None else f"they are {[*place.shape]}"
             raise _error(
                 plain,
-                f"its scales, {scales.fqn!r}, have to be of the size {needed} for {list(sizes)} in blocks of "
-                f"{list(block)}, and {found} (is block_size right?)",
+                f"its scales, {scales.fqn!r}, must have the size {needed} for {list(sizes)} in blocks of "
+                f"{list(block)}, but {found} (is block_size right?)",
             )
-        if not item.takes_scales(place.dtype):
+        if not item.supports_scales(place.dtype):
             raise _error(plain, f"its scales, {scales.fqn!r}, are {place.dtype}")
         return item
 
 
 class _Scales:
-    """Scales of pieces, read some MiB at a time in the order in which pieces are read."""
+    """Reads the scales of pieces some MiB at a time, in the order in which the pieces are read."""
 
     def __init__(
-        self, places: Mapping[MetadataIndex, PartPlace], count: Callable[[int], None]
+        self, places: Mapping[MetadataIndex, PartLocation], count: Callable[[int], None]
     ) -> None:
         self._places = places
         self._count = count
@@ -282,12 +285,12 @@ class _Scales:
         """Return the dtype of a tensor of scales."""
         return self._places[index].dtype
 
-    def want(self, request: ReadItem) -> None:
-        """Take note of scales that will be taken."""
+    def announce(self, request: ReadItem) -> None:
+        """Announce scales that will be taken later."""
         self._waiting[id(request)] = request
 
     def take(self, request: ReadItem) -> torch.Tensor:
-        """Return scales, which is possible once; read them, and those that are wanted next, if they are not there."""
+        """Return announced scales, once; if they are not in memory, read them and scales that were announced later."""
         if id(request) not in self._found:
             self._read(request)
         return self._found.pop(id(request))
@@ -300,17 +303,17 @@ class _Scales:
             dtype = self.dtype(request.storage_index)
             read.append((request, torch.empty(request.lengths, dtype=dtype, device="cpu")))
             request = next(iter(self._waiting.values()), None)
-        contents: Any = PlacedTensors(self._places)
-        lent: Any = Lent(read)
+        contents: Any = LocatedTensors(self._places)
+        planner: Any = PreallocatedPlanner(read)
         with Reading() as reading:
-            load = ItemLoad(contents, reading, lent, lambda _: None)
+            load = ItemLoad(contents, reading, planner, lambda _: None)
             contents.read(reading, contents.locate([each for each, _ in read]), load.begin)
             self._count(reading.nbytes_read)
         self._found |= {id(each): box for each, box in read}
 
 
 class _Piece(NamedTuple):
-    """A part of an item, by its place in the stored tensor, and what is to be read of the scales for it."""
+    """A part of an item in the stored tensor, and the read item for its scales."""
 
     offsets: list[int]
     lengths: tuple[int, ...]
@@ -324,15 +327,15 @@ class _Blockwise(Item):
     Attributes
     ----------
     target_dtype : torch.dtype
-        To which values are rounded.
+        The dtype to which values are rounded.
     block : tuple of int
-        The stored elements that have one scale, in each dimension that scales have.
+        The number of stored elements for each scale, in each dimension of the scales.
     scales : _Scales
-        What reads them.
+        Reads the scales.
     scales_index : MetadataIndex
-        Their place.
+        The index of the tensor of scales.
     pieces : list of _Piece
-        What it is read in, from :meth:`cut_up` on.
+        The pieces that are read; set by :meth:`split_into_pieces`.
     """
 
     target_dtype: torch.dtype
@@ -348,7 +351,7 @@ class _Blockwise(Item):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of codes are read."""
+        """The number of bytes of codes that are read."""
         return math.prod(self.stored[1]) * self._payload.dtype.itemsize
 
     @property
@@ -361,14 +364,14 @@ class _Blockwise(Item):
         assert self.payload is not None
         return self.payload
 
-    def takes_scales(self, dtype: torch.dtype) -> bool:
-        """Return whether its scales can be of a dtype."""
+    def supports_scales(self, dtype: torch.dtype) -> bool:
+        """Return whether the scales may have a dtype."""
         return _has_values(dtype)
 
-    def cut_up(self) -> None:
-        """Find the pieces, and announce their scales."""
+    def split_into_pieces(self) -> None:
+        """Determine the pieces, and announce their scales."""
         sizes, (offsets, lengths) = self._payload.sizes, self.stored
-        # At worst pieces are single rows.
+        # A piece that is a single row has the most scales for its size, one for each _run elements: assume this case.
         most = _SCALES_NBYTES // self.scales.dtype(self.scales_index).itemsize * self._run
         span = max(1, min(_PIECE_NBYTES // self._payload.dtype.itemsize, most))
         for slab in slabs(sizes, offsets, lengths, max_span=span, max_gap=math.prod(sizes)):
@@ -379,21 +382,21 @@ class _Blockwise(Item):
             place, size = torch.Size(first), torch.Size(map(operator.sub, last, first))
             index = self.scales_index
             scales = ReadItem(LoadItemType.TENSOR, index, place, index, place, size)
-            self.scales.want(scales)
+            self.scales.announce(scales)
             self.pieces.append(_Piece(begin, slab.lengths, scales))
 
-    def deliver(
+    def slice_requests(
         self,
-        whole: delivery.Delivery,
+        whole: destinations.ItemCompletion,
         target: torch.Tensor,
         gap_nbytes: int,
-        boxes: delivery.Boxes,
-    ) -> Iterator[Want]:
-        """Return what puts its values into a plain tensor."""
+        pool: destinations.BufferPool,
+    ) -> Iterator[ReadRequest]:
+        """Return the requests that read the codes and put their values into a plain tensor."""
         for piece in self.pieces:
             put = functools.partial(self._put, piece, self.scales.take(piece.scales), target)
-            yield from delivery.in_boxes(
-                whole, self._payload, piece.offsets, piece.lengths, put, gap_nbytes, boxes
+            yield from destinations.slab_requests(
+                whole, self._payload, piece.offsets, piece.lengths, put, gap_nbytes, pool
             )
 
     def _put(
@@ -404,25 +407,25 @@ class _Blockwise(Item):
         offsets: Sequence[int],
         box: torch.Tensor,
     ) -> None:
-        """Put the values of some codes into their place."""
+        """Convert some codes, and copy the values to their destination."""
         size, origin = box.shape, [0] * box.dim()
         for part in slabs(size, origin, size, max_span=_VALUED_NUMEL, max_gap=box.numel()):
             begin = [*map(sum, zip(piece.offsets, offsets, part.offsets, strict=True))]
             chosen = map(operator.add, part.offsets, part.lengths)
             codes = box[tuple(map(slice, part.offsets, chosen))]
-            with openmp.limited(1):  # many short steps
+            with openmp.limit_threads(1):  # the steps are too short for several threads
                 place, values = self._values(begin, codes, piece.scales.storage_offsets, scales)
-                delivery.copy_box(target, place, values.to(self.target_dtype))
+                destinations.copy_box(target, place, values.to(self.target_dtype))
 
     @property
     def _run(self) -> int:
-        """How many elements in a row have one scale."""
+        """The number of consecutive elements that share a scale."""
         return self.block[-1]
 
     def _values(
         self, begin: list[int], box: torch.Tensor, first: Sequence[int], scales: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
-        """Return the values of codes, and where in the item they belong; ``first`` is the place of the scales."""
+        """Return the values of codes and their offsets in the item; ``scales`` begin at ``first`` in their tensor."""
         side = self.block[0]
         chosen = tuple(
             slice(at // side - origin, -(-(at + length) // side) - origin)
@@ -431,8 +434,8 @@ class _Blockwise(Item):
         factors = scales[chosen].float()
         within = [at % side for at in begin]
         if box.dtype.itemsize == 1:
-            values = _scaled(box, _values_of(box.dtype), factors, (side, side), within)
-        else:  # of these there are more than tables can have
+            values = _multiply_by_scales(box, _values_of(box.dtype), factors, (side, side), within)
+        else:  # wider codes have too many values for a table
             rows, columns = (
                 torch.arange(at, at + length, device="cpu") // side
                 for at, length in zip(within, box.shape, strict=True)
@@ -442,28 +445,28 @@ class _Blockwise(Item):
 
 
 class _Mxfp4(_Blockwise):
-    """A slice of values of four bits, two in a byte. What the stored tensor's last dimension has shares a scale.
+    """A slice of values of four bits, two in a byte; the elements of the last stored dimension, a group, share a scale.
 
-    The last dimension of the values is the last two of the stored tensor.
+    The last dimension of the values corresponds to the last two of the stored tensor.
     """
 
     __slots__ = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of its values."""
-        return _dequantised_sizes(self._payload.sizes)
+        """The size of the tensor of values."""
+        return _dequantized_sizes(self._payload.sizes)
 
     @property
     def stored(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The slice of whole groups that is read."""
+        """The slice of complete groups that is read."""
         (*offsets, begin), (*lengths, length) = self.request.storage_offsets, self.request.lengths
         nbytes = self._run
         first, last = begin // (2 * nbytes), -(-(begin + length) // (2 * nbytes))
         return (*offsets, first, 0), (*lengths, last - first, nbytes)
 
-    def takes_scales(self, dtype: torch.dtype) -> bool:
-        """Return whether its scales can be of a dtype."""
+    def supports_scales(self, dtype: torch.dtype) -> bool:
+        """Return whether the scales may have a dtype."""
         return str(dtype) in ("torch.uint8", "torch.float8_e8m0fnu")
 
     @property
@@ -480,22 +483,22 @@ class _Mxfp4(_Blockwise):
         )
         is_double = self.target_dtype == torch.float64
         factors = _powers()[scales[chosen].view(torch.uint8).long()].view(-1, lengths[-1])
-        if is_double:  # of the largest scales some values are beyond fp32
+        if is_double:  # products with the largest scales exceed the range of fp32
             factors /= 8
         codes = box.reshape(len(factors), -1)
-        values = _scaled(codes, _pairs(), factors, (1, box.shape[-1]), (0, 0))
+        values = _multiply_by_scales(codes, _pairs(), factors, (1, box.shape[-1]), (0, 0))
         values = values.view(*lengths[:-1], -1)
         if is_double:
             values = values.double().mul_(8)
         *offsets, origin = self.request.storage_offsets
-        # Of groups at either end not all values may be wanted.
+        # Cut off values of the first and the last group that were not requested.
         at = 2 * (leading[-1] * self._run + byte) - origin
         values = values[..., max(0, -at) : max(0, self.request.lengths[-1] - at)]
         return [*map(operator.sub, leading, offsets), max(0, at)], values
 
 
-def _dequantised_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of what is stored as MXFP4."""
+def _dequantized_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of the values of an MXFP4 tensor."""
     *leading, groups, nbytes = sizes
     return (*leading, 2 * groups * nbytes)
 
@@ -510,7 +513,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _has_values(dtype: torch.dtype) -> bool:
-    """Return whether elements of a dtype are numbers that fp32 has: torch does not convert those that are pairs."""
+    """Return whether a dtype's elements are single numbers that fit fp32: torch cannot convert packed pairs."""
     try:
         torch.zeros(1, dtype=torch.uint8, device="cpu").to(dtype).float()
     except RuntimeError:
@@ -518,16 +521,16 @@ def _has_values(dtype: torch.dtype) -> bool:
     return not dtype.is_complex
 
 
-def _scaled(
+def _multiply_by_scales(
     codes: torch.Tensor,
     table: torch.Tensor,
     scales: torch.Tensor,
     block: tuple[int, int],
     begin: Sequence[int],
 ) -> torch.Tensor:
-    """Return what a table has for the codes of a matrix, times the scales of its blocks.
+    """Return the table's values for the codes of a matrix, multiplied by the scales of its blocks.
 
-    The matrix begins at ``begin`` of the first block.
+    The matrix begins at the offset ``begin`` in the first block.
     """
     codes, scales = codes.contiguous(), scales.contiguous()
     count = table.numel() // 256
@@ -549,13 +552,13 @@ def _scaled(
 
 @functools.cache
 def _values_of(dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of all codes of a dtype of one byte."""
+    """Return the values of all codes of a one-byte dtype."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 @functools.cache
 def _pairs() -> torch.Tensor:
-    """Return the two values of each byte of MXFP4, times 8."""
+    """Return the two values of each byte of MXFP4, multiplied by 8."""
     values = [8 * value for value in (*_E2M1, *(-value for value in _E2M1))]
     pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.float32, device="cpu")
@@ -563,7 +566,7 @@ def _pairs() -> torch.Tensor:
 
 @functools.cache
 def _powers() -> torch.Tensor:
-    """Return the scales that bytes mean in MXFP4, divided by 8, so that fp32 has the largest one, too."""
+    """Return the value of each scale byte of MXFP4, divided by 8: the largest one would exceed the range of fp32."""
     scales = [2.0 ** (byte - _E8M0_BIAS - 3) for byte in range(256)]
     return torch.tensor(scales, dtype=torch.float32, device="cpu")
 

@@ -1,7 +1,7 @@
-"""Loading: torch's FileSystemReader, at the drive's speed, and verified.
+"""FileSystemReader: a fast, verifying replacement for torch's FileSystemReader.
 
-All that a load needs of the files is asked for in the order in which it lies there. Planners are asked for destinations
-only shortly before their bytes come, and told when they are there, by the thread that loads.
+A load requests the bytes that it needs in the order of their file offsets. The loading thread asks the planner for each
+destination shortly before its bytes are read, and commits it to the planner when they have arrived.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,14 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import one_of
-from tensorferry.base.file_locks import read_directory
+from tensorferry.base.file_locks import reader_lock
 from tensorferry.base.ranks import checked_broadcast
-from tensorferry.base.reprs import once_made
-from tensorferry.base.warned import warn
+from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import delivery, hooks, sharing
+from tensorferry.checkpoint.storage import destinations, hooks, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
 from tensorferry.checkpoint.storage.metadata import (
     check_metadata,
@@ -35,7 +36,7 @@ from tensorferry.checkpoint.storage.metadata import (
     parse_metadata,
     read_metadata,
 )
-from tensorferry.checkpoint.storage.names import METADATA_NAME
+from tensorferry.checkpoint.storage.names import METADATA_NAME, metadata_files
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.transfer.remote import ObjectPath
 
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
     from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.storage.contents import Located
-    from tensorferry.checkpoint.storage.reading import DataFile, Want
+    from tensorferry.checkpoint.storage.contents import ItemLocator
+    from tensorferry.checkpoint.storage.reading import DataFile, ReadRequest
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
 Verify = Literal["read", "before", "off"]
@@ -63,47 +64,49 @@ class FileSystemReader(filesystem.FileSystemReader):
     Parameters
     ----------
     path : str or PathLike, or pair of store and key
-        The checkpoint's folder; also a place in a bucket, as :func:`tensorferry.open` has them.
+        The checkpoint's folder, or its prefix in a bucket, in any form that :func:`tensorferry.open` accepts.
     _extension_registry : optional
-        As torch's (from 2.7 on). What went through extensions is read by torch's own code.
+        As in torch 2.7 and later. Tensors that were saved through extensions are read by torch's own code.
     thread_count : int, optional
-        As versions of torch to come have it. Without effect: speed does not depend on it.
+        Accepted for compatibility with coming versions of torch. It has no effect: the speed does not depend on it.
     verify : "read", "before" or "off"
-        "read": all that is read is verified on its way, and nothing that is damaged gets into a tensor; but tensors
-        loaded before the damage is met keep what they got. "before": all ranks verify what they need before any of
-        them changes its first tensor, which reads it twice. "off": no checksums are computed.
+        "read": every byte is verified as it is read, and damaged bytes never reach a tensor; but tensors that were
+        loaded before the damage was found keep their new values. "before": all ranks verify the bytes that they need
+        before any rank changes a tensor, which reads everything twice. "off": no checksums are computed.
     trust_pickle : bool
-        Let `.metadata` and what is no tensor be any object (which may run any code when it is read), and data files be
-        links that lead out of the folder. Else objects are plain values: numbers, text, bytes, None, containers of the
-        standard library, times, NumPy's arrays and scalars, tensors; anything else is refused, by name.
+        Allow arbitrary objects in `.metadata` and in entries that are not tensors (unpickling them may run any code),
+        and allow data files to be links that lead out of the folder. By default only plain values are accepted:
+        numbers, text, bytes, None, containers of the standard library, times, NumPy's arrays and scalars, tensors.
+        Anything else is refused with an error that names it.
     progress : function of a Progress, optional
-        Called by the thread that loads, at most every 0.1 seconds and once at the end, with how far this rank has come.
-        What it raises ends the load.
+        Called by the loading thread, at most every 0.1 seconds and once at the end, with this rank's progress. An
+        exception that it raises ends the load.
     broadcast : False, True or "auto"
-        Whether plain tensors that several ranks of a node want, of a checkpoint that our writer saved, are read by one
-        of them, in parts, and handed on by the process group. "auto": where the group moves memory of GPUs (NCCL), or
-        the folder is on no local drive. All ranks must say the same.
+        Whether plain tensors that several ranks of a node need, of a checkpoint that our writer saved, are read only
+        once: each of these ranks reads a part, and the process group distributes the parts. "auto": only where the
+        group moves memory of GPUs (NCCL), or the folder is not on a local drive. All ranks must pass the same value.
     process_group : ProcessGroup, optional
-        The one that ``load()`` is given; by default that of all ranks.
+        The group that is passed to ``load()``; by default the group of all ranks.
 
     Attributes
     ----------
     nbytes_read : int
-        Bytes that the last load has read from data files.
+        Bytes that the last load read from data files.
     last_load : Throughput or None
-        How many bytes the last load has given to tensors and objects of this rank, and in what time; None if it failed.
+        The bytes that the last load delivered to tensors and objects of this rank, and the time it took; None if it
+        failed.
 
     Notes
     -----
-    Checkpoints that torch wrote have a checksum for each tensor, but none for parts of it. Of those, "read" verifies
-    tensors that are read whole, after their bytes have been copied; "before" verifies all.
+    Checkpoints that torch wrote have a checksum for each tensor, but none for parts of a tensor. In those, "read"
+    verifies the tensors that are read whole, after their bytes have been copied; "before" verifies all tensors.
     """
 
     def __init__(
         self,
         path: Readable,
         _extension_registry: Any = None,
-        thread_count: int | None = None,  # noqa: ARG002 (what torch takes)
+        thread_count: int | None = None,  # noqa: ARG002 (torch's parameter)
         *,
         verify: Verify = "read",
         trust_pickle: bool = False,
@@ -114,7 +117,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         one_of(verify, "verify", _LEVELS)
         folder = hooks.first_folder(self, FileSystemReader, path, reads=True)
         super().__init__(folder, *(() if _extension_registry is None else (_extension_registry,)))
-        hooks.keep_place(self, folder)
+        hooks.set_object_path(self, folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._verify = verify
@@ -123,31 +126,31 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._broadcast = checked_broadcast(broadcast)
         self._group = process_group
         self._metadata: Metadata | None = None
-        self._checked: Metadata | None = None
-        self._global_error: Exception | None = None
-        self._let_go: Callable[[], Any] = lambda: None  # of the folder
+        self._checked: Metadata | None = None  # the metadata that read_metadata() has checked
+        self._global_error: Exception | None = None  # of reading the metadata of all ranks
+        self._release_folder: Callable[[], Any] = lambda: None  # drops the read lock on the folder
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
         last = self.last_load and f"{self.last_load.nbytes} bytes in {self.last_load.seconds:.3g} s"
         given = f"{str(self.path)!r}, verify={self._verify!r}"
         return f"<tensorferry.checkpoint.FileSystemReader {given}: last load {last}>"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from another folder next, if one is given."""
+        """Prepare for the next load, from another folder if one is given."""
         folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
         super().reset(folder)
-        hooks.keep_place(self, folder)
+        hooks.set_object_path(self, folder)
         self._metadata = self._checked = self._global_error = None
-        self._let_go()
+        self._release_folder()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
-        """Read and check `.metadata`, or that of one ``rank``.
+        """Read and check `.metadata`, or the metadata of one ``rank``.
 
         Raises
         ------
         CheckpointError
-            It is damaged, or holds what torch does not put there.
+            The metadata is damaged, or holds objects that torch does not write.
         """
         hooks.check_folder(self)
         rank = kwargs.get("rank")
@@ -156,21 +159,23 @@ class FileSystemReader(filesystem.FileSystemReader):
         except Exception as error:
             if rank is None:
                 raise
-            # torch would catch it, and raise an AssertionError, which says nothing in torch 2.9.
-            unread: Any = _Unread(error)
+            # torch would catch the error and raise an AssertionError, which has no message in torch 2.9.
+            unread: Any = _UnreadableMetadata(error)
             return unread  # type: ignore[no-any-return]
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         try:
-            if self._changed():
+            if self._overridden_hooks():
                 metadata = self._read_metadata_by_torch(rank)
             else:
                 path = metadata_path(self.path, rank)
                 metadata = read_metadata(path, trust_pickle=self._trust_pickle)
         except FileNotFoundError:
             if rank is None or self._global_error is None:
+                if not self._overridden_hooks() and not isinstance(self.path, ObjectPath):
+                    self._require_some_metadata()
                 raise
-            # torch looks here when it could not read the metadata of all ranks; why not is what matters.
+            # torch falls back to a rank's metadata when the metadata of all ranks is unreadable: raise the first error.
             raise self._global_error from None
         except CheckpointError as error:
             self._global_error = error
@@ -181,22 +186,30 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checked = metadata
         return metadata
 
+    def _require_some_metadata(self) -> None:
+        """Raise a FileNotFoundError that describes the folder if it has no metadata, not even of another rank."""
+        try:
+            metadata_files(self.path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error)) from None
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the metadata that loads will go by."""
-        if isinstance(metadata, _Unread):
+        """Set the metadata that loads use."""
+        if isinstance(metadata, _UnreadableMetadata):
             raise metadata.error
-        # A subclass that reads by itself knows what its own metadata says.
-        if metadata is not self._checked and not self._changed():
+        # Check metadata that read_metadata() has not returned. Where a subclass overrides hooks, torch's code uses the
+        # metadata, and the subclass is responsible for the check.
+        if metadata is not self._checked and not self._overridden_hooks():
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
-        self._let_go()
+        self._release_folder()
         if hooks.has_own_files(self) or isinstance(self.path, ObjectPath):
             return
-        try:  # who keeps checkpoints removes none that is being loaded
-            self._let_go = read_directory(self, self.path, METADATA_NAME)
+        try:  # with this lock held, writers do not remove the checkpoint while it is being loaded
+            self._release_folder = reader_lock(self, self.path, METADATA_NAME)
         except FileNotFoundError as error:
             why = "the checkpoint has been removed since its metadata was read"
             raise FileNotFoundError(
@@ -204,60 +217,60 @@ class FileSystemReader(filesystem.FileSystemReader):
             ) from None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
-        if changed := self._changed():
+        """Verify the bytes that this rank needs, with ``verify="before"``; a failure ends the load on all ranks."""
+        if changed := self._overridden_hooks():
             if self._verify == "before":
                 raise ValueError(
                     f"verify: 'before' is not possible, as {type(self).__name__} changes {', '.join(sorted(changed))}"
                 )
             if self._verify != "off":
-                hooks.tell(
-                    self, changed, "nothing is verified (verify='off' says that this is known)"
+                hooks.warn_torch_code(
+                    self, changed, "nothing is verified (pass verify='off' to silence this)"
                 )
             return super().prepare_local_plan(plan)
         if self._verify == "before":
             self._contents().verify(plan.items)
         plan = super().prepare_local_plan(plan)
-        return sharing.offered(plan, self._broadcast, self._group, self.path)
+        return sharing.with_offer(plan, self._broadcast, self._group, self.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Find what ranks are to share."""
+        """Decide which tensors ranks share, and which rank reads each part."""
         plans = super().prepare_global_plan(plans)
-        return plans if self._changed() else sharing.shared(plans, self._contents)
+        return plans if self._overridden_hooks() else sharing.with_shares(plans, self._contents)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for into the planner's tensors.
+        """Read the items of a plan into the planner's tensors.
 
         Raises
         ------
         CheckpointError
-            Something is damaged, or not there.
+            Data is damaged or missing.
         StorageError
-            Something could not be read.
+            A file could not be read.
         AssertionError
-            A destination has another size than what is to be read into it.
+            A destination and the slice that is read into it differ in size.
         """
         self.nbytes_read = 0
         self.last_load = None
         meter = Meter(self._progress)
         try:
-            if self._changed():
+            if self._overridden_hooks():
                 self._read_by_torch(plan, planner, meter)
             else:
                 load = PlanLoad(self._contents(), planner, meter)
                 load.read(plan, self._group, lambda own: self._read_own(own, load, planner, meter))
                 self.nbytes_read = load.nbytes_read
         finally:
-            self._let_go()
+            self._release_folder()
         self.last_load = meter.finish()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_own(self, plan: LoadPlan, load: PlanLoad, planner: LoadPlanner, meter: Meter) -> None:
-        """Read what this rank has for itself, some of it perhaps by torch's code."""
+        """Read the items that only this rank needs; torch's code reads those that were saved through extensions."""
         contents = self._contents()
-        by_torch = contents.transformed(plan.items)
+        by_torch = contents.transformed_items(plan.items)
         if by_torch and self._verify != "off":
             contents.verify(by_torch)
         chosen = {id(request) for request in by_torch}
@@ -267,14 +280,16 @@ class FileSystemReader(filesystem.FileSystemReader):
             self._read_by_torch(dataclasses.replace(plan, items=by_torch), planner, meter)
 
     def _read_by_torch(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
-        """Have torch's code read what a plan asks for; no planner gets a blob from it that may run code."""
-        checked: Any = planner if self._trust_pickle else _Checked(planner, self._contents())
+        """Read a plan by torch's code, with each blob checked before the planner unpickles it."""
+        checked: Any = (
+            planner if self._trust_pickle else _BlobCheckingPlanner(planner, self._contents())
+        )
         super().read_data(plan, checked).wait()
         infos = (self.storage_data[item.storage_index] for item in plan.items)
         meter.add(sum(getattr(info, "length", 0) for info in infos))
 
     def _read_metadata_by_torch(self, rank: int | None) -> Metadata:
-        """Read metadata where torch's code would, without what it would run."""
+        """Read metadata from the path that torch's code would use, but with the safe unpickler."""
         path: str | os.PathLike[str]
         if hasattr(self, "_get_metadata_path"):
             path = self._get_metadata_path(rank)
@@ -284,17 +299,18 @@ class FileSystemReader(filesystem.FileSystemReader):
             data = stream.read()
         return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
 
-    def _changed(self) -> frozenset[str]:
-        """Return what a subclass has changed that only torch's code uses."""
-        return hooks.changed(self, _HOOKS)
+    def _overridden_hooks(self) -> frozenset[str]:
+        """Return the names of overridden attributes that only torch's code respects."""
+        return hooks.overridden(self, _HOOKS)
 
     def _contents(self) -> Contents:
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader() has not been called")
         metadata = self._metadata
-        if self.storage_data is not metadata.storage_data:  # by a subclass; torch's goes by this
+        # A subclass may replace storage_data; torch's reader uses the attribute, so do the same.
+        if self.storage_data is not metadata.storage_data:
             metadata = dataclasses.replace(metadata, storage_data=self.storage_data)
-            if not self._changed():
+            if not self._overridden_hooks():
                 check_metadata(metadata, str(self.path))
         return Contents(
             self.path, metadata, verify=self._verify != "off", trusted=self._trust_pickle
@@ -305,18 +321,18 @@ _HOOKS = hooks.hooks_of(FileSystemReader, filesystem.FileSystemReader)
 
 
 class PlanLoad:
-    """Reads what a plan asks for: what a rank has for itself, and what it shares with others.
+    """Reads the items of a plan: those that only this rank needs, and those that it shares with other ranks.
 
     Parameters
     ----------
-    contents : Located
-        Where that lies.
+    contents : ItemLocator
+        Finds the items in the data files.
     planner : LoadPlanner
-        Who is asked where it goes.
+        Resolves the destinations.
     meter : Meter
-        Told of bytes that have arrived.
+        Counts the bytes that arrive.
     converts : bool
-        Whether they may have another dtype there.
+        Whether a destination may have another dtype than the stored tensor.
 
     Attributes
     ----------
@@ -325,14 +341,14 @@ class PlanLoad:
     """
 
     def __init__(
-        self, contents: Located, planner: LoadPlanner, meter: Meter, *, converts: bool = False
+        self, contents: ItemLocator, planner: LoadPlanner, meter: Meter, *, converts: bool = False
     ) -> None:
         self.nbytes_read = 0
         self._contents: Any = contents
         self._planner = planner
         self._meter = meter
         self._converts = converts
-        self._narrowed = Narrowed()
+        self._narrowed = NarrowingConversions()
 
     def read(
         self,
@@ -340,7 +356,7 @@ class PlanLoad:
         group: dist.ProcessGroup | None,
         read_own: Callable[[LoadPlan], None] | None = None,
     ) -> None:
-        """Read all; ``read_own`` what this rank has for itself, by default :meth:`read_own`."""
+        """Read all items; ``read_own``, by default :meth:`read_own`, reads those that only this rank needs."""
         read_own = read_own or (lambda own: self.read_own(own.items))
         if isinstance(plan.storage_data, sharing.Share):
             self._read_shared(plan.storage_data, plan, group, read_own)
@@ -349,7 +365,7 @@ class PlanLoad:
         self._narrowed.warn()
 
     def read_own(self, items: list[ReadItem]) -> None:
-        """Read items of a plan."""
+        """Read items from their data files, without other ranks."""
         by_file = self._contents.locate(items)
         nbytes = sum(item.nbytes for items in by_file.values() for item in items)
         self._meter.expect(nbytes, files=len(by_file))
@@ -363,19 +379,19 @@ class PlanLoad:
         group: dist.ProcessGroup | None,
         read_own: Callable[[LoadPlan], None],
     ) -> None:
-        """Read what this rank has for itself, then its part of what ranks share."""
+        """Read the items that only this rank needs, then this rank's part of the shared ones."""
         shared = sharing.shared_items(share, plan)
         chosen = {id(item) for item in shared}
 
         def read(boxes: list[tuple[sharing.SharedBox, torch.Tensor]]) -> None:
             requests = [(piece.request, box) for piece, box in boxes]
-            lent: Any = Lent(requests)
+            planner: Any = PreallocatedPlanner(requests)
             with Reading() as reading:
                 by_file = self._contents.locate([request for request, _ in requests])
-                self._read(reading, by_file, lent, lambda _: None)
+                self._read(reading, by_file, planner, lambda _: None)
 
         resolve = functools.partial(
-            _resolved, self._planner, self._narrowed, converts=self._converts
+            _resolve_destination, self._planner, self._narrowed, converts=self._converts
         )
         commit, count = self._planner.commit_tensor, self._meter.add
         arrivals = sharing.Arrivals(shared, resolve, commit, count)
@@ -408,8 +424,8 @@ class PlanLoad:
         self.nbytes_read += reading.nbytes_read
 
 
-class _Unread:
-    """What stands for metadata that could not be read, until torch uses it."""
+class _UnreadableMetadata:
+    """Stands in for metadata that could not be read; any use of it by torch raises the original error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -418,11 +434,11 @@ class _Unread:
         raise self.error
 
 
-class Lent:
-    """A planner that lends memory for pieces of tensors."""
+class PreallocatedPlanner:
+    """A planner that resolves each item to memory that its creator has allocated."""
 
     def __init__(self, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
-        self._requests = requests  # which keeps the ids
+        self._requests = requests  # keeps the requests alive, and so their ids unique
         self._memory = {id(request): memory for request, memory in requests}
 
     def resolve_tensor(self, request: ReadItem) -> torch.Tensor:
@@ -430,35 +446,35 @@ class Lent:
         return self._memory[id(request)]
 
     def commit_tensor(self, request: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is to be done."""
+        """Do nothing, as the creator of the planner uses the memory after the load."""
 
 
-class Narrowed:
-    """Tensors whose destinations have a dtype that cannot hold what was saved."""
+class NarrowingConversions:
+    """Collects tensors whose destination has a dtype that cannot hold all stored values, to warn once."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
 
     def note(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-        """Take note of a tensor, if its destination has such a dtype."""
+        """Record a tensor if the conversion from ``stored`` to ``wanted`` may lose values."""
         try:
             narrows = torch.promote_types(stored, wanted) != wanted
-        except RuntimeError:  # of what has eight bits or fewer
+        except RuntimeError:  # promote_types() does not support float8 and smaller dtypes
             narrows = wanted.itemsize <= stored.itemsize
         if narrows and stored != wanted:
             self._found[name] = f"{stored} to {wanted}"
 
     def warn(self) -> None:
-        """Say which they are."""
+        """Warn about the recorded tensors."""
         if self._found:
             shown = [f"{name!r} ({how})" for name, how in list(self._found.items())[:_SHOWN_NAMES]]
             more = len(self._found) - len(shown)
             names = ", ".join(shown) + (f" and {more} more" if more else "")
-            warn(f"values of tensors are converted to what may not hold them: {names}")
+            warn(f"tensors are converted to dtypes that may not hold their values: {names}")
 
 
 class ItemLoad:
-    """Reads items to where a planner wants them; ``converts`` says whether they may have another dtype there."""
+    """Reads items into a planner's destinations; ``converts`` allows a dtype other than the stored one."""
 
     def __init__(
         self,
@@ -468,31 +484,31 @@ class ItemLoad:
         count: Callable[[int], None],
         *,
         converts: bool = False,
-        narrowed: Narrowed | None = None,
+        narrowed: NarrowingConversions | None = None,
     ) -> None:
-        self._narrowed = narrowed or Narrowed()
+        self._narrowed = narrowed or NarrowingConversions()
         self._contents = contents
         self._converts = converts
         self._reading = reading
         self._planner = planner
-        self._checked = _Checked(planner, contents)
+        self._checked = _BlobCheckingPlanner(planner, contents)
         self._count = count
-        self._held = _HeldMemory()
-        self._boxes = delivery.Boxes()
-        # torch's reader commits each item before it asks for the next one, and planners that do something there may go
-        # by that: Megatron's keeps the last item for it.
+        self._reserved = _ReservedMemory()
+        self._pool = destinations.BufferPool()
+        # torch's reader commits each item before it resolves the next one, and a planner that overrides commit_tensor()
+        # may rely on that: Megatron's remembers the last resolved item for its commit.
         self._one_by_one = isinstance(planner, LoadPlanner) and (
             getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor
         )
 
-    def begin(self, item: Item, file: DataFile) -> Iterator[Want]:
-        """Return what an item wants of its file."""
+    def begin(self, item: Item, file: DataFile) -> Iterator[ReadRequest]:
+        """Return the read requests of an item."""
         request, payload = item.request, item.payload
         if self._one_by_one:
             self._reading.drain()
         if request.type == LoadItemType.BYTE_IO:
             return self._blob(item, file, functools.partial(self._checked.load_bytes, request))
-        target = _resolved(
+        target = _resolve_destination(
             self._planner, self._narrowed, request, item.dtype, converts=self._converts
         )
         if payload is None:
@@ -503,37 +519,39 @@ class ItemLoad:
 
     def _tensor(
         self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
-    ) -> Iterator[Want]:
-        plain = delivery.is_plain(target) and not (payload.conj or payload.neg)
-        held = self._held.add(target) if plain else None
+    ) -> Iterator[ReadRequest]:
+        plain = destinations.is_plain(target) and not (payload.conj or payload.neg)
+        held = self._reserved.add(target) if plain else None
         if plain and held is None:
-            # Two items for the same memory: the later one wins, and a planner may lend the same memory twice.
+            # An item that is still being read has the same memory, as a planner may resolve two items to one tensor.
+            # Wait for the earlier item, so that the later one overwrites it, as with torch's reader.
             self._reading.drain()
-            held = self._held.add(target)
+            held = self._reserved.add(target)
         request = item.request
         inner = target
         if not plain:
             inner = torch.empty(request.lengths, dtype=item.dtype, device="cpu")
-        takes_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
+        needs_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
 
         def finish() -> None:
-            if takes_crc:
+            if needs_crc:
                 self._contents.check_payload(item, file, whole.crc)
             if held is None:
-                target.copy_(delivery.resolved(inner, payload))
+                target.copy_(destinations.apply_conj_neg(inner, payload))
             else:
-                self._held.remove(held)
-                if not target.is_inference():  # autograd does not see where bytes are copied
+                self._reserved.remove(held)
+                # The core writes to memory directly, which autograd cannot see.
+                if not target.is_inference():
                     torch.autograd.graph.increment_version(target)
             self._planner.commit_tensor(request, target)
 
-        whole = delivery.Delivery(item.nbytes, finish, self._count, takes_crc=takes_crc)
-        return whole.begin(item.deliver(whole, inner, file.gap_nbytes, self._boxes))
+        whole = destinations.ItemCompletion(item.nbytes, finish, self._count, needs_crc=needs_crc)
+        return whole.begin(item.slice_requests(whole, inner, file.gap_nbytes, self._pool))
 
     def _blob(
         self, item: Item, file: DataFile, use: Callable[[io.BytesIO], None]
-    ) -> Iterator[Want]:
-        """Read a blob into memory, and call ``use`` with a file of it."""
+    ) -> Iterator[ReadRequest]:
+        """Read a blob into memory, and call ``use`` with it as a file object."""
         data = bytearray(item.info.length)
 
         def finish() -> None:
@@ -543,15 +561,15 @@ class ItemLoad:
             use(stream)
 
         begin = item.info.offset
-        return delivery.collected([(begin, begin + len(data), data)], finish, self._count)
+        return destinations.range_requests([(begin, begin + len(data), data)], finish, self._count)
 
     def _copy_by_torch(
         self, item: Item, file: DataFile, data: io.BytesIO, target: torch.Tensor
     ) -> None:
-        """Do as torch's reader does, with what it alone knows to read."""
+        """Copy a slice of a blob's tensor to ``target`` by torch's code, for blobs that only torch.load can read."""
         request = item.request
         self._contents.check_tensor_blob(item, file, data)
-        with torch.device("cpu"):  # sparse ones would be made on the default device
+        with torch.device("cpu"):  # sparse tensors would be created on the default device otherwise
             tensor = torch.load(data, map_location="cpu", weights_only=True)
         for dim, (offset, length) in enumerate(
             zip(request.storage_offsets, request.lengths, strict=True)
@@ -567,8 +585,8 @@ class ItemLoad:
         self._planner.commit_tensor(request, target)
 
 
-class _Checked:
-    """A planner that gets no blob unchecked from torch's code."""
+class _BlobCheckingPlanner:
+    """A planner proxy that checks each blob before the planner unpickles it."""
 
     def __init__(self, planner: LoadPlanner, contents: Contents) -> None:
         self._planner = planner
@@ -578,20 +596,20 @@ class _Checked:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked: Any = self._contents.harmless(read_item.storage_index, value)
+        checked: Any = self._contents.sanitize_blob(read_item.storage_index, value)
         self._planner.load_bytes(read_item, checked)
 
 
-class _HeldMemory:
-    """The memory of destinations that are being filled; none of it twice."""
+class _ReservedMemory:
+    """The memory ranges of destinations that are being filled; they never overlap."""
 
     def __init__(self) -> None:
-        # By storage, in order: what is held has no byte in common.
+        # For each storage, sorted and disjoint ranges.
         self._begins: dict[tuple[str, int], list[int]] = {}
         self._ends: dict[tuple[str, int], list[int]] = {}
 
     def add(self, target: torch.Tensor) -> tuple[tuple[str, int], int] | None:
-        """Hold the memory of a tensor; None if some of it is held."""
+        """Reserve the memory of a tensor; return None if it overlaps a reserved range."""
         key, begin, end = _memory_of(target)
         if begin == end:
             return key, _NOTHING
@@ -604,7 +622,7 @@ class _HeldMemory:
         return key, begin
 
     def remove(self, held: tuple[tuple[str, int], int]) -> None:
-        """Let go of it."""
+        """Release a reserved range."""
         key, begin = held
         if begin == _NOTHING:
             return
@@ -615,24 +633,25 @@ class _HeldMemory:
             del self._begins[key], self._ends[key]
 
 
-_NOTHING = -1
+_NOTHING = -1  # the start of a tensor without elements, for which _ReservedMemory reserves no range
 
 
-def _resolved(
+def _resolve_destination(
     planner: LoadPlanner,
-    narrowed: Narrowed,
+    narrowed: NarrowingConversions,
     request: ReadItem,
     stored: torch.dtype | None,
     *,
     converts: bool = False,
 ) -> torch.Tensor:
-    """Return where the planner wants an item; what cannot go there is refused."""
+    """Return the planner's destination for an item; raise for a wrong size, or a dtype that torch would refuse."""
     target = planner.resolve_tensor(request)
-    if target.layout is torch.strided:  # what another one gets would not reach the planner's
+    # Only with this layout does copy_() into a detached tensor change the planner's tensor, too.
+    if target.layout is torch.strided:
         target = target.detach()
     if stored is not None and target.dtype != stored:
-        # Where torch's reader does not; versions up to 2.15 convert it.
-        if not converts and (kind := _torchs_refusal()) is not None:
+        # Raise where the installed torch's reader raises; versions up to 2.15 convert.
+        if not converts and (kind := _torch_dtype_error()) is not None:
             raise kind(f"req {request.storage_index} mismatch dtypes {target.dtype} vs {stored}")
         narrowed.note(request.storage_index.fqn, stored, target.dtype)
     if target.size() != torch.Size(request.lengths):
@@ -643,8 +662,8 @@ def _resolved(
 
 
 @functools.cache
-def _torchs_refusal() -> type[Exception] | None:
-    """Have torch's reader load one number into another dtype, and return what it raises."""
+def _torch_dtype_error() -> type[Exception] | None:
+    """Return what torch's reader raises when dtypes differ, found by a trial load; None if it converts."""
 
     class Memory(filesystem.FileSystem):
         @contextlib.contextmanager
@@ -667,7 +686,7 @@ def _torchs_refusal() -> type[Exception] | None:
     plan, planner = LoadPlan([item]), Planner()
     try:
         reader.read_data(plan, planner).wait()
-    except Exception:  # it is not about dtypes, then
+    except Exception:  # the trial itself does not work with this torch
         return None
     planner.dtype = torch.float64
     try:
@@ -678,7 +697,7 @@ def _torchs_refusal() -> type[Exception] | None:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
-    """Return what tells storages apart, and the bytes of it that a tensor has."""
+    """Return a key that identifies the tensor's storage, and the tensor's byte range in it."""
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )

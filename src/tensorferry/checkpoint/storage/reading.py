@@ -1,19 +1,19 @@
-"""Reading data files: what is wanted of them becomes transfers of the core, which verifies before it delivers.
+"""Reading data files: read requests become transfers of the core, which verifies bytes before it delivers them.
 
-The words of this package's reading side:
+Terms of the reading side of this package:
 
 chunk
-    Bytes of a file that have a checksum of their own. They are read whole, or not at all.
-want
-    A range of a file, and the sink that says where its bytes go: to memory, or nowhere, where they are only verified.
+    A part of a file with its own checksum. A chunk is read whole or not at all.
+request
+    A range of a file, and the sink for its bytes: memory, or no memory for bytes that are only verified.
 slab
-    A small box of a stored tensor that comes to temporary memory first, and is copied from there.
+    A small box of a stored tensor that is read into temporary memory first, and copied from there.
 run
-    Wants next to each other, rounded to chunks: what one transfer reads. The bytes between them are passed over. No run
-    crosses a multiple of about RUN_NBYTES, so that few bytes are on their way at a time, and all of it moves on.
+    Adjacent requests, rounded to whole chunks: one transfer reads a run and discards the bytes between the requests. No
+    run crosses a multiple of about RUN_NBYTES, which bounds the bytes in flight and delivers them steadily.
 
-Nothing of tensor data is copied or looked at here: the one thread that loads says what goes where, waits for the oldest
-transfer, and tells the sinks.
+This module neither copies nor interprets tensor data. One thread, the one that loads, adds requests, waits for the
+oldest transfer and notifies the sinks.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.metadata import DataFileChecksums
 
 RUN_NBYTES = 8 << 20
-# Reads that have begun have no more temporary memory (slabs); and so many files are open.
+# Limits on the temporary memory (slabs) of reads in flight, and on open files.
 _MEMORY_NBYTES = 24 << 20
 _MAX_FILES = 128
-# Unwanted bytes in a row that are read rather than begin another transfer, where checksums do not ask for more.
+# A gap of up to this many unwanted bytes is read rather than split into two transfers, for files without checksums.
 GAP_NBYTES = 64 << 10
 
 
 class Sink(Protocol):
-    """Where the bytes of wants go."""
+    """The receiver of a request's bytes."""
 
     @property
-    def takes_crc(self) -> bool:
-        """Whether it needs the CRC-32 of what has come."""
+    def needs_crc(self) -> bool:
+        """Whether :meth:`arrived` needs the CRC-32 of the bytes."""
 
     def memory(self, begin: int, end: int) -> Any:
-        """Return an array for bytes of the file, or None if nobody needs them."""
+        """Return an array for bytes of the file, or None if they are only to be verified."""
 
     def arrived(self, begin: int, end: int, crc: int) -> None:
-        """Take note that bytes of the file are there; ``crc`` is 0 if :attr:`takes_crc` is not set."""
+        """Handle the arrival of bytes of the file; ``crc`` is 0 unless :attr:`needs_crc` is set."""
 
 
-class Want(NamedTuple):
-    """Bytes of a file, and who gets them; perhaps in several parts."""
+class ReadRequest(NamedTuple):
+    """A range of a file and the sink for it; the sink may receive the range in several parts."""
 
     begin: int
     end: int
@@ -63,29 +63,29 @@ class Want(NamedTuple):
 
 
 class DataFile:
-    """A data file that is read.
+    """A data file that is open for reading.
 
     Parameters
     ----------
     path : str
-        Where it is.
+        The file's path.
     name : str
-        What the metadata calls it.
+        The file's name in the metadata.
     checksums : DataFileChecksums, optional
-        To verify by.
+        The checksums of its chunks.
     names_at : function of (name, begin, end)
-        Returns the tensors that lie in a range of the file.
+        Returns the names of the tensors in a range of the file.
     verify : bool
-        Whether to look at the checksums.
+        Whether to verify bytes by the checksums.
     damaged : function of an error, optional
-        What to do with damage that is found; by default the error is raised.
+        Called for each damaged chunk; by default the error is raised.
 
     Raises
     ------
     StorageError
-        It cannot be opened.
+        The file cannot be opened.
     CheckpointError
-        It is shorter than it was.
+        The file is shorter than it was when it was written.
     """
 
     def __init__(
@@ -107,40 +107,44 @@ class DataFile:
         self.nbytes = self.file.size
         self.chunk_nbytes = 1 if self._checksums is None else self._checksums.chunk_nbytes
         self.run_nbytes = max(1, RUN_NBYTES // self.chunk_nbytes) * self.chunk_nbytes
-        # Unwanted bytes in a row that a run may have: of chunks, none may be read in vain.
+        # With checksums only whole chunks are read: a gap inside a chunk is read anyway, and other gaps would add whole
+        # chunks to a run.
         self.gap_nbytes = GAP_NBYTES if self._checksums is None else 0
         try:
             if checksums is not None:
-                self.require(checksums.nbytes)
+                self.check_end(checksums.nbytes)
                 self.nbytes = checksums.nbytes
         except CheckpointError:
             self.file.close()
             raise
 
-    def require(self, end: int) -> None:
+    def check_end(self, end: int) -> None:
         """Check that the file has bytes up to ``end``."""
         if end > self.nbytes:
             reason = f"the file is cut short: it has {self.nbytes} bytes"
             raise self._error(reason, self.nbytes, end)
 
-    def rounded(self, begin: int, end: int) -> tuple[int, int]:
-        """Return a range of whole chunks."""
+    def round_to_chunks(self, begin: int, end: int) -> tuple[int, int]:
+        """Return a range extended to whole chunks."""
         chunk = self.chunk_nbytes
         return begin // chunk * chunk, min(-(-end // chunk) * chunk, self.nbytes)
 
     def run_begin(self, place: int) -> int:
-        """Return the last place up to a given one that no run crosses."""
+        """Return the last run boundary at or before ``place``."""
         return place // self.run_nbytes * self.run_nbytes
 
-    def sums(self, begin: int, end: int, *, of_wants: bool) -> Checksums | None:
-        """Return what a transfer of whole chunks is verified by."""
+    def checksums_for(self, begin: int, end: int, *, of_requests: bool) -> Checksums | None:
+        """Return the checksums that a transfer of whole chunks computes and compares; None if it needs none.
+
+        With ``of_requests`` they include one for each segment of the transfer, and so for each request.
+        """
         if self._checksums is None:
-            return Checksums(segments=True) if of_wants else None
+            return Checksums(segments=True) if of_requests else None
         expected = self._expected(begin, end) if self._damaged is None else None
-        return Checksums(self.chunk_nbytes, segments=of_wants, expected=expected)
+        return Checksums(self.chunk_nbytes, segments=of_requests, expected=expected)
 
     def check(self, begin: int, end: int, sums: Checksums | None) -> None:
-        """Report all chunks of a transfer that are damaged, where that is not raised."""
+        """Report each damaged chunk of a transfer to ``damaged``, if that was given."""
         if self._damaged is None or self._checksums is None or sums is None:
             return
         starts = range(begin, end, self.chunk_nbytes)
@@ -149,10 +153,10 @@ class DataFile:
         ):
             if found != wanted:
                 reason = f"CRC-32 {found:08x} instead of {wanted:08x}"
-                self._damaged(self._damage(*self.rounded(start, start + 1), reason))
+                self._damaged(self._damage(*self.round_to_chunks(start, start + 1), reason))
 
-    def explained(self, error: Exception) -> Exception:
-        """Return a transfer's failure as what it says of the checkpoint."""
+    def translate_error(self, error: Exception) -> Exception:
+        """Return a transfer's failure as an error that names the checkpoint's file and tensors."""
         if not isinstance(error, ChecksumError):
             return error
         begin, end = error.offset, error.offset + error.nbytes
@@ -172,46 +176,46 @@ class DataFile:
         return CheckpointError(reason, self.path, names=names, begin=begin, end=end)
 
 
-class _WantRun(Read):
-    """Wants that one transfer reads."""
+class _RequestRun(Read):
+    """Requests that one transfer reads."""
 
-    def __init__(self, file: DataFile, begin: int, end: int, wants: list[Want]) -> None:
+    def __init__(self, file: DataFile, begin: int, end: int, requests: list[ReadRequest]) -> None:
         self.file = file
         self.nbytes = end - begin
         self._begin = begin
-        self._wants = wants
-        self._places: list[int] = []  # which of the segments each want is
-        self._takes_crcs = any(want.sink.takes_crc for want in wants)
+        self._requests = requests
+        self._places: list[int] = []  # the index of each request's segment
+        self._needs_crcs = any(request.sink.needs_crc for request in requests)
         self._sums: Checksums | None = None
 
     def begin(self) -> None:
         begin, end = self._begin, self._begin + self.nbytes
         segments: list[Any] = []
         at = begin
-        for want in self._wants:
-            if want.begin > at:
-                segments.append(want.begin - at)
+        for request in self._requests:
+            if request.begin > at:
+                segments.append(request.begin - at)
             self._places.append(len(segments))
-            memory = want.sink.memory(want.begin, want.end)
-            segments.append(want.end - want.begin if memory is None else memory)
-            at = want.end
+            memory = request.sink.memory(request.begin, request.end)
+            segments.append(request.end - request.begin if memory is None else memory)
+            at = request.end
         if end > at:
             segments.append(end - at)
         if all(isinstance(segment, int) for segment in segments):
-            segments.append(bytearray())  # gaps alone would be refused
-        self._sums = self.file.sums(begin, end, of_wants=self._takes_crcs)
+            segments.append(bytearray())  # read_into() refuses segments that are gaps alone
+        self._sums = self.file.checksums_for(begin, end, of_requests=self._needs_crcs)
         self.futures = (self.file.file.read_into(segments, begin, checksums=self._sums),)
 
-    def deliver(self) -> None:
-        """Tell those who wanted it that it is there."""
+    def notify_sinks(self) -> None:
+        """Tell the sinks that their bytes have arrived."""
         self.file.check(self._begin, self._begin + self.nbytes, self._sums)
-        crcs = self._sums.segments if self._sums is not None and self._takes_crcs else None
-        for want, index in zip(self._wants, self._places, strict=True):
-            want.sink.arrived(want.begin, want.end, crcs[index] if crcs else 0)
+        crcs = self._sums.segments if self._sums is not None and self._needs_crcs else None
+        for request, index in zip(self._requests, self._places, strict=True):
+            request.sink.arrived(request.begin, request.end, crcs[index] if crcs else 0)
 
 
-class _End(Read):
-    """The end of a file: all that was wanted of it has come."""
+class _EndOfFile(Read):
+    """Marks the end of a file in the pipeline: all of its requests come before this."""
 
     def __init__(self, file: DataFile) -> None:
         self.file = file
@@ -221,62 +225,63 @@ class _End(Read):
 
 
 class Reading:
-    """A context manager that reads what is wanted of one file after the other; for one thread.
+    """A context manager that reads requests of one file after the other; for use by one thread.
 
     Parameters
     ----------
     file_done : function without arguments, optional
-        Called when all that was wanted of a file has come.
+        Called when all requests of a file are complete.
     """
 
     def __init__(self, file_done: Callable[[], object] = lambda: None) -> None:
         self._file_done = file_done
-        self._file: DataFile | None = None  # that of the wants
-        # What is to come of each source of wants, by where that begins; numbers keep heapq from comparing wants.
-        self._waiting: list[tuple[int, int, Want, Iterator[Want]]] = []
+        self._file: DataFile | None = None  # the file of the requests that are added
+        # A heap with the next request of each iterator, ordered by the request's offset (the first int). The second
+        # int is unique, which keeps heapq from comparing requests.
+        self._waiting: list[tuple[int, int, ReadRequest, Iterator[ReadRequest]]] = []
         self._count = 0
-        self._pipeline: Pipeline[_WantRun | _End] = Pipeline(memory_nbytes=_MEMORY_NBYTES)
+        self._pipeline: Pipeline[_RequestRun | _EndOfFile] = Pipeline(memory_nbytes=_MEMORY_NBYTES)
 
     @property
     def nbytes_read(self) -> int:
-        """How much has been asked of the files so far."""
+        """The bytes that have been requested from files so far."""
         return self._pipeline.nbytes_read
 
     def begin_file(self, file: DataFile) -> None:
-        """Say of which file the next wants are. It is closed when it is done."""
+        """Set the file of the requests that follow. It is closed when they are complete."""
         self._pipeline.files[file] = file.file
         self._end_file()
         self._file = file
         while len(self._pipeline.files) > _MAX_FILES:
             self._complete()
 
-    def add(self, wants: Iterator[Want]) -> None:
-        """Want bytes of the present file, given in the order in which they begin."""
-        if (first := next(wants, None)) is not None:
+    def add(self, requests: Iterator[ReadRequest]) -> None:
+        """Add requests for the current file. The requests must be in the order of their offsets."""
+        if (first := next(requests, None)) is not None:
             self._count += 1
-            heapq.heappush(self._waiting, (first.begin, self._count, first, wants))
+            heapq.heappush(self._waiting, (first.begin, self._count, first, requests))
 
     def advance(self, limit: int | None = None) -> None:
-        """Begin to read what is wanted and cannot be in a run with what begins at ``limit``, or all."""
+        """Begin to read requests that cannot share a run with a request at ``limit``; without a limit, all of them."""
         while self._waiting and (
-            limit is None or self._waiting[0][0] < self._present.run_begin(limit)
+            limit is None or self._waiting[0][0] < self._current_file.run_begin(limit)
         ):
-            self._read(self._next_wants())
+            self._read(self._next_requests())
 
     def drain(self) -> None:
-        """Return when all that was wanted so far has come.
+        """Return when all requests added so far are complete.
 
         Raises
         ------
         CheckpointError, StorageError
-            Something of it is damaged, or could not be read.
+            A request's bytes are damaged, or could not be read.
         """
         self.advance()
         while self._pipeline.oldest is not None:
             self._complete()
 
     def finish(self) -> None:
-        """Do so, and close the files."""
+        """Complete all requests, and close the files."""
         self._end_file()
         self.drain()
 
@@ -287,60 +292,60 @@ class Reading:
         self._pipeline.close()
 
     @property
-    def _present(self) -> DataFile:
+    def _current_file(self) -> DataFile:
         assert self._file is not None
         return self._file
 
     def _end_file(self) -> None:
         self.advance()
         if self._file is not None:
-            self._begin(_End(self._file))
+            self._begin(_EndOfFile(self._file))
             self._file = None
 
-    def _next_wants(self) -> list[Want]:
-        """Take the first wants, up to a place that no run crosses."""
-        stop = self._present.run_begin(self._waiting[0][0]) + self._present.run_nbytes
+    def _next_requests(self) -> list[ReadRequest]:
+        """Remove and return the requests up to the next run boundary."""
+        stop = self._current_file.run_begin(self._waiting[0][0]) + self._current_file.run_nbytes
         found = []
         while self._waiting and self._waiting[0][0] < stop:
-            _, number, want, wants = self._waiting[0]
-            following: Want | None
-            if want.end > stop:
-                found.append(want._replace(end=stop))
-                following = want._replace(begin=stop)
+            _, number, request, requests = self._waiting[0]
+            following: ReadRequest | None
+            if request.end > stop:
+                found.append(request._replace(end=stop))
+                following = request._replace(begin=stop)
             else:
-                found.append(want)
-                following = next(wants, None)
+                found.append(request)
+                following = next(requests, None)
             if following is None:
                 heapq.heappop(self._waiting)
             else:
-                heapq.heapreplace(self._waiting, (following.begin, number, following, wants))
+                heapq.heapreplace(self._waiting, (following.begin, number, following, requests))
         return found
 
-    def _read(self, wants: list[Want]) -> None:
-        """Begin to read runs of wants, which come in the order in which they begin."""
-        file = self._present
-        run: list[Want] = []
-        twice: list[Want] = []  # bytes that another want has as well: read again
+    def _read(self, requests: list[ReadRequest]) -> None:
+        """Divide requests, which are in the order of their offsets, into runs, and begin to read the runs."""
+        file = self._current_file
+        run: list[ReadRequest] = []
+        twice: list[ReadRequest] = []  # overlaps an earlier request: these bytes are read again
         end = run_begin = run_end = 0
-        for want in wants:
-            begin, stop = file.rounded(want.begin, want.end)
-            if run and want.begin < end:
-                twice.append(want)
+        for request in requests:
+            begin, stop = file.round_to_chunks(request.begin, request.end)
+            if run and request.begin < end:
+                twice.append(request)
                 continue
             if run and begin > run_end + file.gap_nbytes:
-                self._begin(_WantRun(file, run_begin, run_end, run))
+                self._begin(_RequestRun(file, run_begin, run_end, run))
                 run = []
             if not run:
                 run_begin = begin
-            run.append(want)
-            end, run_end = want.end, stop
+            run.append(request)
+            end, run_end = request.end, stop
         if run:
-            self._begin(_WantRun(file, run_begin, run_end, run))
+            self._begin(_RequestRun(file, run_begin, run_end, run))
         if twice:
             self._read(twice)
 
-    def _begin(self, read: _WantRun | _End) -> None:
-        """Begin a read when there is room for it, and deliver what has come meanwhile."""
+    def _begin(self, read: _RequestRun | _EndOfFile) -> None:
+        """Begin a read when the pipeline has memory for it, and deliver completed reads meanwhile."""
         pipeline = self._pipeline
         pipeline.add(read)
         while not pipeline.advance():
@@ -349,10 +354,10 @@ class Reading:
             self._complete()
 
     def _complete(self) -> None:
-        """Wait for the oldest read, and deliver it."""
+        """Wait for the oldest read, and notify its sinks."""
         oldest = self._pipeline.oldest
         assert oldest is not None
-        if isinstance(oldest, _End):
+        if isinstance(oldest, _EndOfFile):
             self._pipeline.release(oldest)
             self._pipeline.files.pop(oldest.file).close()
             self._file_done()
@@ -360,6 +365,6 @@ class Reading:
         try:
             oldest.wait()
         except Exception as error:
-            raise oldest.file.explained(error) from None
+            raise oldest.file.translate_error(error) from None
         self._pipeline.release(oldest)
-        oldest.deliver()
+        oldest.notify_sinks()

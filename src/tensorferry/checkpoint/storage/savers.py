@@ -1,15 +1,16 @@
-"""Who else is saving into a directory: locks on one small file in it, which the kernel drops with their holder.
+"""Detection of concurrent saves into a directory, by locks on a small file in it; the kernel releases them on exit.
 
-Each save holds a shared lock from before its first file is made until its last step. What belongs to nobody may only be
-removed by one that can make its lock exclusive, for then no other save is alive, and none begins meanwhile. A second
-lock lets saves take turns at replacing metadata.
+Each save holds a shared lock from before its first file is created until its last step. A save that can make its lock
+exclusive knows that no other save is alive, and that none begins while it holds the lock; only then may it remove files
+of unknown saves. A second lock serializes commits.
 
-They are locks of open files (F_OFD_SETLK): other than a process's, they tell threads apart, and are not dropped when
-some other descriptor of the file is closed; a forked child closes what it has inherited. The coordinator's lock stands
-for all ranks: without it their files never become part of a checkpoint. The file is removed by the last one to leave.
+The locks belong to open file descriptions (F_OFD_SETLK). Unlike a process's POSIX locks they distinguish threads, and
+survive the closing of another descriptor of the file; a forked child closes the descriptors that it has inherited. The
+coordinator's lock covers all ranks, because their files never become part of a checkpoint without it. The last save to
+leave removes the file.
 
-Where there are no locks, or they may not reach all machines that share the directory (FUSE, NFS with `nolock` or
-`local_lock`), nobody is ever found to be alone, and the leftovers of killed saves stay.
+Where locks do not exist, or may not reach all machines that share the directory (FUSE, NFS with `nolock` or
+`local_lock`), no save ever gets exclusive access, and the leftovers of killed saves stay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import REMOTE, open_lock_file, set_lock
-from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, mount_if_seen
+from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, mount_or_none
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
@@ -33,16 +34,18 @@ if TYPE_CHECKING:
 
 LOCK_NAME = ".tensorferry.lock"
 
-# Where the locks lie. A rank that saves without the others has a byte of its own in each range.
+# Offsets, in the lock file, of the range of bytes for the shared locks of live saves, and of the range for the commit
+# lock. A save of all ranks locks the whole range; a rank that saves without the others locks one byte of it.
 _PRESENCE, _TURNS, _RANGE_NBYTES = 0, 1 << 32, 1 << 32
 
-# A lock is waited for so long: those that are not shared are held for some file operations only.
+# The timeout of a lock: exclusive locks are held only for a few file operations.
 _MAX_WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
+# Mount options of remote file systems with which locks do not reach other machines.
 _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "localflock"])
 
-# What is said where nobody can have locks: there are none, or the file's name is something else's.
+# Errors that every save into the directory gets: locks are not supported, or another kind of file has this name.
 _NO_LOCKS = frozenset(
     [
         *(errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOLCK),
@@ -52,14 +55,15 @@ _NO_LOCKS = frozenset(
 
 
 class Saver:
-    """One save's place among those that save into a directory.
+    """The locks of one save into a directory.
 
     Parameters
     ----------
     directory : Path
-        The checkpoint's; it exists.
+        The checkpoint's directory, which exists.
     rank : int, optional
-        The rank, if it saves without the others: it meets saves of all ranks, and its own.
+        The rank, if it saves without the others. Its save conflicts with saves of all ranks and with other saves of
+        this rank, but not with saves of other single ranks.
     """
 
     def __init__(self, directory: Path, rank: int | None) -> None:
@@ -70,12 +74,16 @@ class Saver:
         try:
             self._descriptor = self._enter(path)
         except OSError as error:
-            # Where there are no locks for anybody, or they do not reach all, nobody is ever alone. But a save that is
-            # the only one without a lock would not be seen by the others, and they would remove its files.
+            # If no save can have a lock, or locks do not reach all machines, no save ever gets exclusive access, so it
+            # is safe to continue without a lock. But where other saves can lock, they would not see this save, and
+            # would remove its files.
             if isinstance(error, StorageError):
                 raise
             if error.errno not in _NO_LOCKS and _reach_all(directory):
-                message = f"{error.strerror} (opening {path.name}, which shows others that a save is alive)"
+                message = (
+                    f"{error.strerror} (opening {path.name}, the lock file by which concurrent saves see "
+                    "each other)"
+                )
                 raise StorageError(error.errno, message, str(directory)) from error
         if self._descriptor is not None:
             self._leave = when_dropped(self, _leave, self._descriptor, path)
@@ -83,23 +91,24 @@ class Saver:
 
     @property
     def reaches_all(self) -> bool:
-        """Whether all others that save here would see the locks; elsewhere nobody is ever alone."""
+        """Whether all other saves into the directory see the locks; if not, exclusive access is never granted."""
         return self._reaches_all
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Tell whether no other save is alive; if so, none begins before the end of the block."""
+    def exclusive(self) -> Iterator[bool]:
+        """Yield whether no other save is alive; if so, none begins before the end of the block."""
         locked = self._reaches_all and self._lock(fcntl.F_WRLCK, _PRESENCE)
         try:
-            # Who comes after somebody has removed the file makes another one.
+            # If the lock file has been removed, later saves lock a new file and do not see this lock. So the locked
+            # file must still be at the path.
             yield locked and self._descriptor is not None and _is_at(self._descriptor, self._path)
         finally:
             if locked:
                 self._lock(fcntl.F_RDLCK, _PRESENCE)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until no other save is in such a block; CheckpointError where one stays there for long."""
+    def commit_turn(self) -> Iterator[None]:
+        """Wait for the commit lock; CheckpointError if another save holds it for too long."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         mine = False
         while self._descriptor is not None and not mine and time.monotonic() < deadline:
@@ -108,8 +117,8 @@ class Saver:
                 time.sleep(_POLL_SECONDS)
         if self._descriptor is not None and not mine:
             raise CheckpointError(
-                f"another save has been about to commit for {_MAX_WAIT_SECONDS:.0f} seconds (is it stopped, or its "
-                "drive stuck?)",
+                f"another save has been committing for {_MAX_WAIT_SECONDS:.0f} seconds (likely causes: it is stopped, "
+                "or its drive does not respond)",
                 str(self._path),
             )
         try:
@@ -119,18 +128,18 @@ class Saver:
                 self._lock(fcntl.F_UNLCK, _TURNS)
 
     def leave(self) -> None:
-        """Let go of everything; it happens by itself when the object goes."""
+        """Release all locks; this also happens when the object is freed."""
         self._descriptor, self._reaches_all = None, False
         self._leave()
 
     def _enter(self, path: Path) -> int:
-        """Return a descriptor of the lock file that has the shared lock."""
+        """Return a descriptor of the lock file with a shared lock on it."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while time.monotonic() < deadline:
             descriptor = open_lock_file(path)
             try:
                 locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)
-                # Who was the last to leave has removed it, perhaps just now.
+                # The last save to leave may have removed the file between open and lock; if so, try again.
                 if locked and _is_at(descriptor, path):
                     lock_descriptors.add(descriptor)
                     return descriptor
@@ -141,8 +150,8 @@ class Saver:
             if not locked:
                 time.sleep(_POLL_SECONDS)
         raise CheckpointError(
-            f"another save has kept the directory to itself for {_MAX_WAIT_SECONDS:.0f} seconds, and would remove "
-            "the files of one that does not wait (is it stopped, or its drive stuck?)",
+            f"another save has had exclusive access to the directory for {_MAX_WAIT_SECONDS:.0f} seconds, and would "
+            "remove the files of this one (likely causes: it is stopped, or its drive does not respond)",
             str(path),
         )
 
@@ -152,7 +161,7 @@ class Saver:
             return False
         try:
             return set_lock(descriptor, kind, where + self._offset, self._nbytes)
-        except OSError:  # a lock of this kind needs a file that may be written, for example
+        except OSError:  # e.g. an exclusive lock needs a writable descriptor
             return False
 
 
@@ -166,7 +175,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _leave(descriptor: int, path: Path) -> None:
     def unlock() -> None:
         set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
-        # Where all are gone the last one succeeds; who comes now finds it removed, and makes another one.
+        # The exclusive lock succeeds only for the last save to leave. A save that begins now finds the file removed,
+        # and creates another.
         if set_lock(descriptor, fcntl.F_WRLCK, 0, 0):
             if _is_at(descriptor, path):
                 path.unlink()
@@ -176,8 +186,8 @@ def _leave(descriptor: int, path: Path) -> None:
 
 
 def _reach_all(directory: Path) -> bool:
-    """Return whether locks are known to hold on all machines that see a directory."""
-    mount = mount_if_seen(directory)
+    """Return whether locks are known to exclude saves on all machines that share a directory."""
+    mount = mount_or_none(directory)
     if mount is None:
         return False
     options = set(mount["options"].split(","))

@@ -1,9 +1,9 @@
-"""Reads that ranks share: what several ranks of a node want is read by one of them, and handed on by the process group.
+"""Shared reads: a tensor that several ranks of a node need is read once, and the process group distributes it.
 
-The coordinator, which sees the plans of all ranks, cuts such tensors into pieces, in the order in which they lie in the
-files, and deals these out to rounds. Within a round each rank that wants the pieces reads and verifies a part of them,
-into memory of its own. Then all ranks agree that nobody has failed, and the parts go from rank to rank while those of
-the next round are read; so a failure ends the load on all ranks, and nothing that is damaged is handed on.
+The coordinator, which has the plans of all ranks, cuts such tensors into pieces in the order of their file offsets, and
+assigns the pieces to rounds. In each round, every rank that needs the pieces reads a part of them into its own memory,
+and verifies the part. Then all ranks agree that none has failed, and the parts are broadcast while those of the next
+round are read. So a failure ends the load on all ranks, and damaged data is never distributed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from tensorferry.base.ranks import Relay, device_of, is_worthwhile, node
-from tensorferry.checkpoint.storage.delivery import is_plain
+from tensorferry.base.ranks import Relay, device_of, is_worthwhile, node_identity
+from tensorferry.checkpoint.storage.destinations import is_plain
 
 if TYPE_CHECKING:
     import os
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from tensorferry.base.ranks import Broadcast
-    from tensorferry.checkpoint.storage.contents import Located, StoredItem
+    from tensorferry.checkpoint.storage.contents import ItemLocator, StoredItem
 
-# A round is so much for each of its ranks, and so much at most. A rank has in memory a round and its part of the next;
-# at the edges of its part a chunk is read by others as well.
+# A round has PART_NBYTES bytes for each of its member ranks, but at most _ROUND_NBYTES. A rank needs memory for one
+# round and for its own part of the next round. A data file has a checksum for each chunk, and only whole chunks can be
+# verified. So the chunk in which the part of one rank ends and the part of the next rank begins is read by both ranks.
 PART_NBYTES = 8 << 20
 _ROUND_NBYTES = 32 << 20
-# A rank's part of a round is at least so many pieces, so that parts are about equal.
+# Each rank's part of a full round consists of about this many pieces or more. A piece has only one reader, so small
+# pieces keep the parts about equal.
 _PIECES = 4
-_ALIGNMENT = 64  # any dtype's
+_ALIGNMENT = 64  # of each piece in the buffers for parts; enough for a view of any dtype
 
 
-class Wanted(NamedTuple):
-    """A slice of a stored tensor, as a plan's item asks for it: equal on all ranks that want the same."""
+class RequestedSlice(NamedTuple):
+    """A slice of a stored tensor that an item of a plan requests; equal on all ranks that request the same slice."""
 
     tensor: MetadataIndex
     offsets: tuple[int, ...]
@@ -46,22 +48,22 @@ class Wanted(NamedTuple):
 
 
 class SharedBox(NamedTuple):
-    """A box of what is wanted, and the rank that reads it."""
+    """A piece of a shared tensor: a box within a requested slice, and the rank that reads it (``source``)."""
 
     source: int
-    wanted: Wanted
+    wanted: RequestedSlice
     dtype: torch.dtype
-    offsets: tuple[int, ...]  # within what is wanted
+    offsets: tuple[int, ...]  # within the requested slice
     lengths: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """How much memory it has."""
+        """The size of the box in bytes."""
         return math.prod(self.lengths) * self.dtype.itemsize
 
     @property
     def request(self) -> ReadItem:
-        """The item of a plan that asks for the piece alone."""
+        """An item of a load plan that requests only this box."""
         wanted = self.wanted
         begin = torch.Size(a + b for a, b in zip(wanted.offsets, self.offsets, strict=True))
         place = torch.Size(self.offsets)
@@ -70,7 +72,7 @@ class SharedBox(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What ranks (of the group) hand to each other at a time: every piece goes to all of them."""
+    """The pieces that the ranks in ``members`` exchange together; every member receives every piece."""
 
     members: tuple[int, ...]
     pieces: list[SharedBox]
@@ -78,75 +80,80 @@ class Round(NamedTuple):
 
 @dataclasses.dataclass
 class Offer:
-    """What a rank tells the coordinator, in its plan."""
+    """A rank's message to the coordinator, sent in the rank's load plan."""
 
     broadcast: Broadcast
     rank: int
     nranks: int
     node: str
     is_worthwhile: bool
-    # Which files those are that it wants, where nothing else tells that another rank has found others in their places.
+    # The versions of the files that the rank has opened, to detect a replacement between the ranks' opens. Empty where
+    # the metadata identifies the files.
     versions: Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass
 class Share:
-    """What the coordinator tells a rank, in its plan: its part in each round, None where it has none."""
+    """The coordinator's answer to a rank, sent in the rank's load plan.
+
+    For each round number it has the Round that the rank is a member of, or None.
+    """
 
     rounds: list[Round | None]
 
 
 def nbytes_of(share: Share) -> int:
-    """Return how much comes by rounds."""
+    """Return the number of bytes that the rounds of a share deliver, including those that the rank reads."""
     return sum(piece.nbytes for each in share.rounds if each for piece in each.pieces)
 
 
 def shared_items(share: Share, plan: LoadPlan) -> list[ReadItem]:
-    """Return the items of a plan that come by rounds."""
+    """Return the items of a plan that arrive through rounds."""
     coming = {piece.wanted for each in share.rounds if each for piece in each.pieces}
-    by_wanted = {wanted_by(item): item for item in plan.items}
+    by_wanted = {slice_of(item): item for item in plan.items}
     return [item for wanted, item in by_wanted.items() if wanted in coming]
 
 
-def wanted_by(item: ReadItem) -> Wanted:
-    """Return what an item of a plan wants."""
-    return Wanted(item.storage_index, tuple(item.storage_offsets), tuple(item.lengths))
+def slice_of(item: ReadItem) -> RequestedSlice:
+    """Return the slice that an item of a plan requests."""
+    return RequestedSlice(item.storage_index, tuple(item.storage_offsets), tuple(item.lengths))
 
 
-def offered(
+def with_offer(
     plan: LoadPlan,
     broadcast: Broadcast,
     group: dist.ProcessGroup | None,
     path: str | os.PathLike[str],
     versions: Callable[[], Mapping[str, tuple[int, ...]]] = dict,
 ) -> LoadPlan:
-    """Return a plan with what its rank offers, where there is a process group."""
+    """Return a plan with this rank's offer; without a process group, return the plan unchanged."""
     if not (dist.is_available() and dist.is_initialized()):
         return plan
     device = device_of(group)
     if device is None and broadcast is True:
         backend = dist.get_backend_config(group)
         raise ValueError(
-            f"broadcast: the process group ({backend}) moves no memory of CPUs or GPUs"
+            f"broadcast: the process group's backend ({backend}) can broadcast neither CPU nor GPU tensors (remedy: "
+            "gloo or NCCL)"
         )
     offer = Offer(
         broadcast,
         dist.get_rank(group),
         dist.get_world_size(group),
-        node(),
+        node_identity(),
         device is not None and is_worthwhile(device.type, path),
         versions() if broadcast else {},
     )
     return dataclasses.replace(plan, storage_data=offer)
 
 
-def shared(plans: list[LoadPlan], contents: Callable[[], Located]) -> list[LoadPlan]:
-    """Return the plans of all ranks with what they share, if they are to.
+def with_shares(plans: list[LoadPlan], contents: Callable[[], ItemLocator]) -> list[LoadPlan]:
+    """Return the plans of all ranks with their shares; the plans are unchanged if the ranks do not share reads.
 
     Raises
     ------
     ValueError
-        Ranks differ in what they ask for or have found, or their process group is not the one that loads.
+        Ranks have different values of broadcast or versions of a file, or the reader's group is not that of the load.
     """
     offers = [plan.storage_data for plan in plans]
     if len(plans) == 1 or not all(isinstance(each, Offer) for each in offers):
@@ -154,7 +161,7 @@ def shared(plans: list[LoadPlan], contents: Callable[[], Located]) -> list[LoadP
     broadcast = offers[0].broadcast
     if any(each.broadcast != broadcast for each in offers):
         raise ValueError(
-            f"broadcast: ranks differ in it: {', '.join(str(each.broadcast) for each in offers)}"
+            f"broadcast: ranks differ: {', '.join(str(each.broadcast) for each in offers)}"
         )
     if not broadcast:
         return plans
@@ -164,8 +171,8 @@ def shared(plans: list[LoadPlan], contents: Callable[[], Located]) -> list[LoadP
         if broadcast == "auto":
             return plans
         raise ValueError(
-            f"process_group: the load is by {len(plans)} ranks, and the reader's group has "
-            f"{offers[0].nranks}, or others; give it the process_group that load() has"
+            f"process_group: {len(plans)} ranks load, but the reader's group has {offers[0].nranks} ranks, or "
+            "different ones; pass the process_group that load() has to the reader"
         )
     if broadcast == "auto" and not all(each.is_worthwhile for each in offers):
         return plans
@@ -185,33 +192,39 @@ def shared(plans: list[LoadPlan], contents: Callable[[], Located]) -> list[LoadP
 
 
 def _check_versions(offers: list[Offer]) -> None:
-    """Refuse to put tensors together from what ranks have taken for the same file."""
+    """Raise if ranks have opened different versions of a file: parts of different versions must not be combined."""
     seen: dict[tuple[str, str], tuple[int, ...]] = {}
     for offer in offers:
         for path, version in offer.versions.items():
             if seen.setdefault((offer.node, path), version) != version:
                 raise ValueError(
-                    f"path: ranks of a node have read the headers of different files {path!r}, which was replaced or "
-                    "changed meanwhile, or is another one in each (remedy: load again, or without broadcast)"
+                    f"path: ranks of a node have read the headers of different files at {path!r}; the file was "
+                    "replaced or changed meanwhile, or differs for each rank (remedy: load again, or without broadcast)"
                 )
 
 
-def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Located) -> list[list[Round]]:
-    """Return the rounds; in each of them a rank has a part once at most."""
-    ranks: dict[tuple[str, Wanted], dict[int, ReadItem]] = {}
+def _rounds(plans: list[LoadPlan], nodes: list[str], contents: ItemLocator) -> list[list[Round]]:
+    """Return the Rounds of each round number.
+
+    The Rounds of one number have no common members, so they run at the same time.
+    """
+    ranks: dict[tuple[str, RequestedSlice], dict[int, ReadItem]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            ranks.setdefault((nodes[rank], wanted_by(item)), {})[rank] = item
-    by_members: dict[tuple[int, ...], list[tuple[StoredItem, Wanted]]] = {}
+            ranks.setdefault((nodes[rank], slice_of(item)), {})[rank] = item
+    by_members: dict[tuple[int, ...], list[tuple[StoredItem, RequestedSlice]]] = {}
     for (_, wanted), items in ranks.items():
-        if len(items) > 1 and (stored := contents.stored(next(iter(items.values())))) is not None:
+        if (
+            len(items) > 1
+            and (stored := contents.stored_item(next(iter(items.values())))) is not None
+        ):
             nbytes = math.prod(wanted.lengths) * stored.dtype.itemsize
             if nbytes > 0:
                 by_members.setdefault(tuple(items), []).append((stored, wanted))
     rounds: list[list[Round]] = []
-    free = [0] * len(plans)  # from which round on a rank has no part yet
+    free = [0] * len(plans)  # for each rank, the first round in which it has no part yet
     for members, all_wanted in by_members.items():
-        for each in _dealt(members, all_wanted):
+        for each in _assign_rounds(members, all_wanted):
             number = max(free[rank] for rank in members)
             rounds.extend([] for _ in range(number + 1 - len(rounds)))
             rounds[number].append(each)
@@ -220,10 +233,13 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Located) -> list[
     return rounds
 
 
-def _dealt(
-    members: tuple[int, ...], all_wanted: list[tuple[StoredItem, Wanted]]
+def _assign_rounds(
+    members: tuple[int, ...], all_wanted: list[tuple[StoredItem, RequestedSlice]]
 ) -> Iterator[Round]:
-    """Deal out what ranks want, in the order in which it lies: a rank's part of a round is in one place."""
+    """Assign the slices that ``members`` share to rounds.
+
+    They are assigned in the order of their file offsets, which makes each rank's part of a round contiguous.
+    """
     all_wanted.sort(key=lambda each: (each[0].place, each[1].offsets))
     nbytes_round = min(_ROUND_NBYTES, PART_NBYTES * len(members))
     nbytes_full = min(
@@ -235,8 +251,8 @@ def _dealt(
     max_nbytes = nbytes_full // len(members) // _PIECES
     for stored, wanted in all_wanted:
         max_numel = max_nbytes // stored.dtype.itemsize
-        for offsets, lengths in _boxes(wanted.lengths, max(1, max_numel)):
-            # Ranks begin in turn, as the last ones have less of a round that is not full.
+        for offsets, lengths in _split_box(wanted.lengths, max(1, max_numel)):
+            # Start each round at another rank, as the last ranks get less of a round that is not full.
             number = min(nbytes * len(members) // nbytes_full, len(members) - 1)
             source = members[(turn + number) % len(members)]
             piece = SharedBox(source, wanted, stored.dtype, offsets, lengths)
@@ -249,10 +265,10 @@ def _dealt(
     yield Round(members, pieces)
 
 
-def _boxes(
+def _split_box(
     lengths: tuple[int, ...], max_numel: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box that is not empty into (offsets, lengths) of at most so many elements, in row-major order."""
+    """Split a box that is not empty into (offsets, lengths) of at most ``max_numel`` elements, in row-major order."""
     numel = math.prod(lengths)
     if numel <= max_numel:
         yield (0,) * len(lengths), lengths
@@ -265,24 +281,24 @@ def _boxes(
                 (min(rows, lengths[0] - begin), *lengths[1:]),
             )
         return
-    inner = list(_boxes(lengths[1:], max_numel))
+    inner = list(_split_box(lengths[1:], max_numel))
     for index in range(lengths[0]):
         yield from (((index, *offsets), (1, *sizes)) for offsets, sizes in inner)
 
 
 class Arrivals:
-    """Puts pieces where the planner wants them, one tensor after the other.
+    """Copies pieces into the planner's tensors, one tensor after the other.
 
     Parameters
     ----------
     items : sequence of ReadItem
-        Those of this rank's plan that are shared.
+        The shared items of this rank's plan.
     resolve : function of (ReadItem, dtype)
         Returns the destination of stored elements of that dtype.
     commit : function of (ReadItem, Tensor)
-        Told when it is filled.
+        Called when the destination is filled.
     count : function of an int
-        Told of bytes that have arrived.
+        Called with the number of bytes that have arrived.
     """
 
     def __init__(
@@ -292,18 +308,19 @@ class Arrivals:
         commit: Callable[[ReadItem, torch.Tensor], object],
         count: Callable[[int], object],
     ) -> None:
-        self._items = {wanted_by(item): item for item in items}
+        self._items = {slice_of(item): item for item in items}
         self._resolve, self._commit, self._count = resolve, commit, count
         self._target = self._inner = torch.empty(0, device="cpu")
         self._missing = 0
 
     def add(self, piece: SharedBox, box: torch.Tensor) -> None:
-        """Copy a piece."""
+        """Copy ``box``, the elements of a piece, to its destination. Add the pieces of a tensor in order."""
         item = self._items.get(piece.wanted)
-        if item is None:  # the planner has dropped it
+        if item is None:  # the planner has dropped the item from the plan
             return
         if not any(piece.offsets):
             target = self._target = self._inner = self._resolve(item, piece.dtype)
+            # A target that is not plain cannot be written in parts: collect its pieces in a plain tensor first.
             if piece.lengths != piece.wanted.lengths and not is_plain(target):
                 self._inner = torch.empty(piece.wanted.lengths, dtype=piece.dtype, device="cpu")
             self._missing = math.prod(piece.wanted.lengths)
@@ -321,18 +338,18 @@ class Arrivals:
 
 
 class Exchange:
-    """What a rank does in all rounds of a load.
+    """Runs all rounds of a load on one rank.
 
     Parameters
     ----------
     share : Share
-        The coordinator's plan for it.
+        This rank's part, as planned by the coordinator.
     group : ProcessGroup or None
-        The one that loads.
+        The process group of the load.
     read : function of a list of (SharedBox, Tensor)
-        Fills the tensors, verified.
-    give : function of (SharedBox, Tensor)
-        Called with all pieces, in the same order on all ranks.
+        Reads each box from the data files into the tensor next to it, and verifies the bytes.
+    deliver : function of (SharedBox, Tensor)
+        Called with every piece, in the same order on all ranks.
     """
 
     def __init__(
@@ -340,61 +357,65 @@ class Exchange:
         share: Share,
         group: dist.ProcessGroup | None,
         read: Callable[[list[tuple[SharedBox, torch.Tensor]]], None],
-        give: Callable[[SharedBox, torch.Tensor], None],
+        deliver: Callable[[SharedBox, torch.Tensor], None],
     ) -> None:
         device = device_of(group)
         assert device is not None
         self._rounds = share.rounds
         self._relay = Relay(group, device)
-        self._read, self._give = read, give
+        self._read, self._deliver = read, deliver
         self._failure: BaseException | None = None
         nbytes = [
             (sum(map(_padded, own)), sum(map(_padded, others)))
             for own, others in map(self._own_and_others, self._rounds)
         ]
         own, others = (max(each, default=0) for each in zip(*nbytes, strict=True))
-        # Two for its own parts: while one goes to others, the next is read.
+        # Two buffers for this rank's parts: while one is sent, the next part is read into the other.
         self._own = [torch.empty(own, dtype=torch.uint8, device=device) for _ in range(2)]
         self._others = torch.empty(others, dtype=torch.uint8, device=device)
 
     def run(self, failure: BaseException | None) -> None:
-        """Go through all rounds; ``failure`` is what has gone wrong on this rank before.
+        """Run all rounds; ``failure`` is an earlier error of this rank, which the first round reports to all ranks.
 
         Raises
         ------
         Exception
-            The failure of the first rank that has one; of what comes after the last round, this rank's alone.
+            The error of the first rank that has one. An error in the delivery of the last round is raised on its rank
+        only, because no agreement follows.
         """
         self._failure = failure
         try:
             boxes = self._attempt(0)
             for number, each in enumerate(self._rounds):
                 self._relay.agree(self._failure)
-                works, others = self._hand_on(number)
+                works, others = self._transmit(number)
                 following = self._attempt(number + 1)
                 for work in works:
                     work.wait()
-                self._give_all(each, boxes | others)
+                self._deliver_all(each, boxes | others)
                 boxes = following
             if self._failure is not None:
                 raise self._failure
         finally:
-            self._failure = None  # its traceback holds this frame
+            self._failure = None  # the error's traceback refers to this frame
 
     def _attempt(self, number: int) -> dict[SharedBox, torch.Tensor]:
         """Read this rank's part of a round."""
         if number >= len(self._rounds) or self._failure is not None:
             return {}
         own, _ = self._own_and_others(self._rounds[number])
-        boxes = _laid_out(own, self._own[number % 2])
+        boxes = _lay_out(own, self._own[number % 2])
         try:
             self._read(list(boxes.items()))
         except BaseException as error:
-            self._failure = error  # all ranks hear of it when they agree
+            self._failure = error  # reported to all ranks by the next agree()
         return boxes
 
-    def _hand_on(self, number: int) -> tuple[list[Any], dict[SharedBox, torch.Tensor]]:
-        """Begin to send this rank's part of a round, and to receive those of others; return their pieces."""
+    def _transmit(self, number: int) -> tuple[list[Any], dict[SharedBox, torch.Tensor]]:
+        """Begin to send this rank's part of a round, and to receive the parts of the other members.
+
+        Return the transfers to wait for, and a tensor for each piece that they receive.
+        """
         each = self._rounds[number]
         own, others = self._own_and_others(each)
         received, begin = [], 0
@@ -403,15 +424,15 @@ class Exchange:
             received.append((source, self._others[begin:end]))
             begin = end
         memory = self._own[number % 2][: sum(map(_padded, own))]
-        works = self._relay.hand_on(memory, () if each is None else each.members, received)
-        return works, _laid_out(others, self._others)
+        works = self._relay.exchange(memory, () if each is None else each.members, received)
+        return works, _lay_out(others, self._others)
 
-    def _give_all(self, each: Round | None, boxes: dict[SharedBox, torch.Tensor]) -> None:
+    def _deliver_all(self, each: Round | None, boxes: dict[SharedBox, torch.Tensor]) -> None:
         if each is None or self._failure is not None:
             return
         try:
             for piece in each.pieces:
-                self._give(piece, boxes[piece])
+                self._deliver(piece, boxes[piece])
         except BaseException as error:
             self._failure = error
 
@@ -423,8 +444,8 @@ class Exchange:
         return own, [piece for piece in pieces if piece.source != rank]
 
 
-def _laid_out(pieces: list[SharedBox], memory: torch.Tensor) -> dict[SharedBox, torch.Tensor]:
-    """Return tensors for pieces, one behind the other in memory."""
+def _lay_out(pieces: list[SharedBox], memory: torch.Tensor) -> dict[SharedBox, torch.Tensor]:
+    """Return a tensor in ``memory`` for each piece, one after the other."""
     boxes, begin = {}, 0
     for piece in pieces:
         box = memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.lengths)

@@ -1,4 +1,4 @@
-"""FileSystemWriter: torch's, with the same files, at the drive's speed and safe against crashes."""
+"""FileSystemWriter: a fast and crash-safe replacement for torch's FileSystemWriter that writes the same files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry.base.checks import checked_path, kept_path
-from tensorferry.base.reprs import once_made
+from tensorferry.base.checks import absolute_path, checked_path
+from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks, plain_objects
@@ -34,14 +34,14 @@ from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_
 from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES, EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
-from tensorferry.checkpoint.storage.watched import WatchedFileSystem
+from tensorferry.checkpoint.storage.tracked_files import TrackedFileSystem
 from tensorferry.checkpoint.zipformat.archive import (
     UnknownArchiveError,
     plain_bytes,
     tensor_archive,
 )
 from tensorferry.transfer import publication
-from tensorferry.transfer.arrays import check_storage, is_plain
+from tensorferry.transfer.arrays import check_storage, is_dense
 from tensorferry.transfer.new_file import NewFile, RawNewFile
 from tensorferry.transfer.runtime import descriptor_limit
 
@@ -53,10 +53,11 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.staging import Stager
     from tensorferry.checkpoint.zipformat.archive import Archive
 
-# Files that are being finished while the next ones are written (single_file_per_rank=False), and their bytes.
+# Limits on the files that are being finished while the next are written (single_file_per_rank=False), and on their
+# bytes.
 _MAX_UNFINISHED_FILES = 64
 _MAX_UNFINISHED_NBYTES = 16 << 20
-# Torch has announced that it will be False.
+# Follow the installed torch, which has announced that the default will become False.
 _OVERWRITE: bool = (
     inspect.signature(filesystem.FileSystemWriter.__init__).parameters["overwrite"].default
 )
@@ -67,72 +68,77 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass
 class _Save:
-    """A save on its way: asynchronous saves that overlap have a thread each."""
+    """The state of one save; each of several overlapping asynchronous saves has its own thread and its own _Save."""
 
     directory: Path
-    saver: Saver | None = None  # of the coordinator
+    saver: Saver | None = None  # on the coordinator only
 
 
 def _this_thread() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
-class _NothingThere(filesystem.FileSystem):
-    """For torch's plan, which warns of a checkpoint that is there: ours keeps it until the new one is whole."""
+class _EmptyFileSystem(filesystem.FileSystem):
+    """A file system without files, which keeps torch from warning that the save will overwrite a checkpoint.
+
+    The warning does not apply, because our writer keeps the previous checkpoint until the new one is complete.
+    """
 
     def exists(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
         """Return False."""
         return False
 
 
-# The coordinator's that has written its own part: of each thread, the last one.
-_finishing = threading.local()
+# For each thread, the Saver of a coordinator that has written its own part, until torch calls finish().
+_coordinators = threading.local()
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
     """Saves checkpoints for torch.distributed.checkpoint, as torch's FileSystemWriter does.
 
-    Data files have the same bytes as torch's, and other names: each save has its own. Whatever happens in the middle
-    of a save, on any rank, the directory keeps the checkpoint that it had; with the end of the save it has the new one.
-    Of saves that go there at the same time the last one to end stays, whole. A failure of any rank fails the save, with
-    what went wrong. ``.metadata`` also keeps checksums of the data, which tensorferry's FileSystemReader and
-    ``tensorferry verify`` use and torch ignores.
+    Data files have the same contents as torch's but names that are unique to each save. If a save is interrupted at any
+    point, on any rank, the directory keeps its previous checkpoint; a completed save replaces it. Of several saves to
+    one directory at the same time, the checkpoint of the last save to complete stays, intact. A failure on any rank
+    fails the save, with the original error. ``.metadata`` also holds checksums of the data, which tensorferry's
+    FileSystemReader and ``tensorferry verify`` use and torch ignores.
 
     Parameters
     ----------
     path : str or PathLike
-        The checkpoint's directory; it is made if it is missing.
+        The checkpoint's directory; it is created if it is missing.
     single_file_per_rank : bool
-        One file for each rank (and thread), else one for each item.
+        Whether to write one file for each rank (and thread), or one for each item.
     sync_files : bool
-        Whether a save that has ended would survive a power cut.
+        Whether a completed save must survive a power cut.
     thread_count : int
-        Over how many files a rank's items are spread. Speed does not depend on it.
+        The number of files over which a rank's items are spread. The speed does not depend on it.
     per_thread_copy_ahead : int
-        With an accelerator and one file, items are written in order of their size if this is positive, as torch does.
+        If this is positive, with an accelerator and one file, items are written in the order of their size, as torch
+        does.
     cache_staged_state_dict : bool
-        Without effect: asynchronous saves always stage into memory that is kept for the next one; see :class:`Stager`.
+        It has no effect: asynchronous saves always reuse the staging memory; see :class:`Stager`.
     overwrite : bool
-        Whether a checkpoint that is there may be replaced; by default what it is for the installed torch's writer.
+        Whether an existing checkpoint may be replaced; the default is that of the installed torch's writer.
     progress : function of a Progress, optional
-        Called by the thread that saves, at most every 0.1 seconds and once at the end of this rank's part, with how far
-        that has come. What it raises ends the save. Not called for saves in another process.
+        Called by the saving thread, at most every 0.1 seconds and once at the end of this rank's part, with the
+        progress of that part. An exception that it raises ends the save. Not called for saves in another process.
     **options
-        Further arguments of torch's FileSystemWriter: ``_extensions``, ``serialization_format``. With extensions, or
-        another format than torch.save's, torch's own code writes the files; all else stays as said above.
+        Further arguments of torch's FileSystemWriter: ``_extensions``, ``serialization_format``. With extensions, or a
+        format other than torch.save's, torch's own code writes the files; the guarantees above still hold.
 
     Attributes
     ----------
     last_save : Throughput or None
-        How many bytes this rank's part of the last save had, and in what time it was written; None if it failed.
+        The bytes of this rank's part of the last save, and the time it took to write them; None if it failed.
 
     Notes
     -----
-    Beside the state, a save takes 60 MiB of memory for each rank, which is kept for the next one. Tensors that a
-    planner makes on demand are let go of one by one, as they are written.
+    In addition to the state, a save uses 60 MiB of memory for each rank, which the next save reuses. Tensors that a
+    planner creates on demand are released one by one, as they are written.
     """
 
-    # Whether objects that readers refuse without trust are told; install() and Checkpoints say otherwise.
+    # Whether to warn of objects that readers refuse without trust. install(trust_pickle=True) sets it to False for all
+    # writers, and Checkpoints for its own, as it warns itself.
     _warns_of_refusals = True
 
     def __init__(
@@ -163,113 +169,115 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._progress = progress
         self._stager: Stager | None = None
         self._staged_in: tuple[tuple[int, int], str] | None = None
-        self._of_thread = threading.local()
+        self._thread_state = threading.local()
 
-    @once_made
+    @safe_repr
     def __repr__(self) -> str:
         last = self.last_save and f"{self.last_save.nbytes} bytes in {self.last_save.seconds:.3g} s"
         return f"<tensorferry.checkpoint.FileSystemWriter {str(self.path)!r}: last save {last}>"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save to another directory next, if one is given."""
+        """Prepare for the next save, to another directory if one is given."""
         directory = None
         if checkpoint_id and hooks.has_own_files(self):
             super().reset(checkpoint_id)
             return
         if checkpoint_id:
-            # async_save() stages in the caller's thread, and names the folder in that of the save, or another process.
+            # async_save() stages in the caller's thread, but passes the directory in the thread or process of the save.
+            # There a relative path must be resolved against the working directory at the time of staging.
             asked = checked_path(checkpoint_id, "checkpoint_id")
             thread, here = self._staged_in or (None, None)
             is_anothers = here is not None and thread != _this_thread()
-            directory = Path(here, asked) if is_anothers else Path(kept_path(asked))  # type: ignore[arg-type]
+            directory = Path(here, asked) if is_anothers else Path(absolute_path(asked))  # type: ignore[arg-type]
         super().reset(directory)
-        # Asynchronous saves that overlap have a thread each, and this object together.
-        self._of_thread.next_directory = directory
+        # Overlapping asynchronous saves share this object but have a thread each, so the directory is kept per thread.
+        self._thread_state.next_directory = directory
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory, and refuse what may not be overwritten."""
+        """Create the directory, and refuse to overwrite where that is not allowed."""
         hooks.check_folder(self)
         directory = self._directory()
-        if (forgotten := getattr(_finishing, "saver", None)) is not None:
-            forgotten.leave()  # of a save that failed on another rank: nobody told its writer
-            _finishing.saver = None
-        self._of_thread.save = _Save(directory)
-        self._of_thread.next_directory = None
-        if changed := self._changed_for_all():
-            hooks.tell(
+        if (forgotten := getattr(_coordinators, "saver", None)) is not None:
+            forgotten.leave()  # from a save that failed on another rank: torch did not call finish()
+            _coordinators.saver = None
+        self._thread_state.save = _Save(directory)
+        self._thread_state.next_directory = None
+        if changed := self._general_overrides():
+            hooks.warn_torch_code(
                 self,
                 changed,
-                "it saves, without checksums, and what a save that fails leaves is not looked at",
+                "torch's code saves, without checksums, and files of a failed save are not removed",
             )
-            self._of_thread.save = None
+            self._thread_state.save = None
             return super().prepare_local_plan(plan)
         publication.make_directory(directory)
-        if self._alone() is not None:
-            commit.refuse_beside_all(directory)
+        if self._single_rank() is not None:
+            commit.refuse_if_all_ranks_saved(directory)
+        # torch's method gets a copy, because other threads may use this object for overlapping saves.
         own = copy.copy(self)
         own.path = directory
         if self.overwrite:
-            own.fs = _NothingThere()
+            own.fs = _EmptyFileSystem()
         return super(FileSystemWriter, own).prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give back the space of saves that did not come to their end; no rank has begun to write."""
-        if self._changed_for_all():
+        """Remove the files of unfinished saves; no rank has begun to write yet."""
+        if self._general_overrides():
             return super().prepare_global_plan(plans)
-        save = self._of_thread.save = self._save()
-        save.saver = Saver(save.directory, self._alone())
-        if not save.saver.reaches_all:  # FUSE, for one
-            is_there = metadata_path(save.directory, self._alone()).exists()
+        save = self._thread_state.save = self._save()
+        save.saver = Saver(save.directory, self._single_rank())
+        if not save.saver.reaches_all:  # locks do not reach all machines, as on FUSE
+            is_there = metadata_path(save.directory, self._single_rank()).exists()
             publication.check_renames(save.directory, replaced=is_there)
-        with contextlib.suppress(OSError), save.saver.alone() as alone:
+        with contextlib.suppress(OSError), save.saver.exclusive() as alone:
             if alone:
-                commit.remove_leftovers(save.directory, rank=self._alone())
+                commit.remove_leftovers(save.directory, rank=self._single_rank())
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's items to new files; none of them stays if anything fails.
+        """Write this rank's items to new files; if anything fails, all of them are removed.
 
         Raises
         ------
         StorageError
-            The file system's refusal, with the file's name.
+            The file system refused an operation; the error has the file's name.
         """
-        if self._changed_for_all():
+        if self._general_overrides():
             written = super().write_data(plan, planner).wait()
-            return done(all_of(written, plan))
-        note_staged(planner)
-        # Names are made here, not with the plan: a planner may use a plan again for the next save.
+            return completed_future(check_all_written(written, plan))
+        record_saver_thread(planner)
+        # Choose names here and not with the plan, because a planner may reuse a plan for the next save.
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
         try:
-            if self._is_torchs():
+            if self._must_use_torch():
                 results = self._write_by_torch(plan, planner, f"{prefix}{save_id}_")
             else:
                 results = self._write(plan, planner, f"{prefix}{save_id}_")
         except BaseException:
             self._end_save()
             raise
-        _finishing.saver = self._save().saver
-        if _finishing.saver is None:
-            self._end_save()  # the coordinator goes on
-        return done(results)
+        _coordinators.saver = self._save().saver
+        if _coordinators.saver is None:
+            self._end_save()  # torch calls finish() on the coordinator only
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint the new one, and remove what belonged to the one before.
+        """Commit the checkpoint, and remove the files of the previous one.
 
         Raises
         ------
         CheckpointError
-            Not everything was written, or is there; the checkpoint before stays.
+            A part was not written, or a file is missing; the previous checkpoint stays.
         """
-        if self._changed_for_all():
+        if self._general_overrides():
             commit.check_complete(metadata, {result.index for each in results for result in each})
             super().finish(metadata, results)
             return
-        _finishing.saver = None
+        _coordinators.saver = None
         try:
-            save, rank = self._save(), self._alone()
-            # A planner may keep what it gives, for the next save, which may be on its way.
+            save, rank = self._save(), self._single_rank()
+            # Work on a copy: a planner may reuse its metadata for the next save, which may already be running.
             own = copy.copy(metadata)
             commit.complete_metadata(own, results)
             own.storage_meta = self.storage_meta()
@@ -286,17 +294,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             self._end_save()
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what `.metadata` says of the save."""
+        """Return the description of this save for `.metadata`."""
         meta = super().storage_meta()
         if meta is not None and meta.checkpoint_id is not None:
-            # The class of a path is whoever's, and where that is missing nobody could read the metadata.
+            # Store a string: unpickling an unknown path class would fail where its module is missing.
             meta.checkpoint_id = os.fspath(meta.checkpoint_id)
         return meta
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory of the present thread's save."""
-        return self.path if self._changed_for_all() else self._directory()
+        """The directory of the current thread's save."""
+        return self.path if self._general_overrides() else self._directory()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state for an asynchronous save; see :class:`Stager`."""
@@ -304,8 +312,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             from tensorferry.checkpoint.staging import Stager
 
             self._stager = Stager()
-        self.per_thread_copy_ahead = 0  # as in torch: nothing is on an accelerator any more
-        # Where it has been removed no path is relative.
+        self.per_thread_copy_ahead = 0  # as in torch: staged tensors are in host memory
+        # Path.cwd() raises if the working directory has been removed; then there are no valid relative paths.
         with contextlib.suppress(FileNotFoundError):
             self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
@@ -318,58 +326,58 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The process of an asynchronous save gets the writer, and the state that has been staged here.
-        return self.__dict__ | {"_stager": None, "_of_thread": None, "_progress": None}
+        # An asynchronous save in another process pickles the writer after the state has been staged here.
+        return self.__dict__ | {"_stager": None, "_thread_state": None, "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _of_thread=threading.local())
+        self.__dict__.update(state, _thread_state=threading.local())
 
     def _directory(self) -> Path:
-        """Return where the present thread's save goes."""
+        """Return the directory of the current thread's save."""
         return self._save().directory
 
     def _save(self) -> _Save:
-        """Return the present thread's save; it goes to the directory of its last reset(), else to anyone's."""
-        save: _Save | None = getattr(self._of_thread, "save", None)
+        """Return the current thread's save, by default a save to the directory of the last reset() or of the writer."""
+        save: _Save | None = getattr(self._thread_state, "save", None)
         if save is None:
-            save = _Save(getattr(self._of_thread, "next_directory", None) or Path(self.path))
+            save = _Save(getattr(self._thread_state, "next_directory", None) or Path(self.path))
         return save
 
     def _end_save(self) -> None:
         saver = self._save().saver
-        self._of_thread.save = self._of_thread.next_directory = None
+        self._thread_state.save = self._thread_state.next_directory = None
         if saver is not None:
             saver.leave()
 
-    def _changed_for_all(self) -> frozenset[str]:
-        """Return what a subclass has changed, where that is not about the files of a save alone."""
-        changed = hooks.changed(self, _HOOKS)
+    def _general_overrides(self) -> frozenset[str]:
+        """Return the names of overridden hooks, or no names if the hooks only concern the contents of files."""
+        changed = hooks.overridden(self, _HOOKS)
         return changed if changed - _OF_FILES else frozenset()
 
-    def _alone(self) -> int | None:
-        """Return this rank if it saves without the others (use_collectives=False), else None."""
+    def _single_rank(self) -> int | None:
+        """Return this rank if it saves without the others (use_collectives=False), otherwise None."""
         return None if getattr(self, "use_collectives", True) else self._rank()
 
     def _rank(self) -> int:
         return getattr(self, "rank", None) or 0
 
-    def _is_torchs(self) -> bool:
+    def _must_use_torch(self) -> bool:
         """Return whether torch's own code must write the files."""
         form = getattr(self, "serialization_format", None)
         return (
             bool(getattr(getattr(self, "transforms", None), "extensions", ()))
             or (form is not None and form.name != "TORCH_SAVE")
-            or bool(hooks.changed(self, _HOOKS))
+            or bool(hooks.overridden(self, _HOOKS))
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
         directory = self._directory()
-        made: list[NewFile] = []
+        new_files: list[NewFile] = []
         results: list[WriteResult] = []
         unfinished: deque[tuple[WriteResult, NewFile]] = deque()
         refusals: dict[str, str] | None = {} if self._warns_of_refusals else None
         self.last_save = None
-        # Each holds two descriptors at most.
+        # Each unfinished file holds up to two descriptors.
         max_unfinished = max(1, min(_MAX_UNFINISHED_FILES, descriptor_limit() // 4))
         files = files_of(
             plan.items,
@@ -386,7 +394,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         def finish_oldest() -> None:
             result, file = unfinished.popleft()
-            # It travels to the coordinator with the file's first item; commit.complete_metadata() takes it.
+            # The summary travels to the coordinator with the file's first item; complete_metadata() removes it there.
             result.storage_data.__dict__["tensorferry_file"] = file.wait()
             meter.add(0, files=1)
 
@@ -396,7 +404,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                     continue
                 name = f"{prefix}{number}{DATA_FILE_SUFFIX}"
                 bound = sum(map(max_nbytes, items))
-                # A file that is being finished has a buffer at least.
+                # Limit the number and size of unfinished files: each keeps at least one buffer in use.
                 while unfinished and (
                     len(unfinished) == max_unfinished
                     or sum(file.nbytes for _, file in unfinished) > _MAX_UNFINISHED_NBYTES
@@ -405,12 +413,12 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 sums = tensorferry.Checksums(CHUNK_NBYTES, segments=True)
                 path = os.fspath(directory / name)
                 file = NewFile(path, reserve_nbytes=bound, checksums=sums)
-                made.append(file)
+                new_files.append(file)
                 written = []
                 for item in items:
                     written.append(_write_item(file, name, item, planner, refusals))
                     meter.add(content_nbytes(item) or written[-1].size_in_bytes)
-                file.begin_to_finish(self.sync_files)
+                file.begin_finish(self.sync_files)
                 unfinished.append((written[0], file))
                 results += written
             while unfinished:
@@ -418,67 +426,68 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 publication.sync_directory(directory)
             self.last_save = meter.finish()
-            plain_objects.warn_of(refusals or {}, "FileSystemReader")
+            plain_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
         except BaseException:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as whatever_happens:
-                for file in made:
-                    whatever_happens.callback(file.abort)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
+                for file in new_files:
+                    cleanup.callback(file.abort)
             raise
         return results
 
     def _write_by_torch(
         self, plan: SavePlan, planner: SavePlanner, prefix: str
     ) -> list[WriteResult]:
-        """Have torch write the files, whose threads and streams would hide failures."""
-        directory, watched = self._directory(), WatchedFileSystem(self.sync_files)
+        """Have torch write the files, and detect the failures that its threads and streams would hide."""
+        directory, tracked = self._directory(), TrackedFileSystem(self.sync_files)
         here = os.getpid()
         own = copy.copy(self)
-        own.path, own.fs = directory, watched
+        own.path, own.fs = directory, tracked
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
         try:
             results: list[WriteResult] = (
                 super(FileSystemWriter, own).write_data(plan, planner).wait()
             )
-            all_of(results, plan)
+            check_all_written(results, plan)
             if self.sync_files:
                 publication.sync_directory(directory)
         except BaseException as error:
-            if here == os.getpid():  # else they are the parent's
-                watched.give_up()
-                for path in watched.written:
-                    with contextlib.suppress(OSError):  # what failed before is what matters
+            if here == os.getpid():  # in a forked child the files belong to the parent
+                tracked.stop()
+                for path in tracked.written:
+                    with contextlib.suppress(OSError):  # the original failure is the one to raise
                         path.unlink()
-            if watched.failures and isinstance(error, Exception):
-                raise cause_of(watched.failures[0]) from None
+            if tracked.failures and isinstance(error, Exception):
+                raise cause_of(tracked.failures[0]) from None
             raise
         return results
 
 
-# Ours calls torch's prepare_local_plan(), which asks whether there is a checkpoint.
+# Our prepare_local_plan() calls torch's, which calls _metadata_exists().
 _HOOKS = hooks.hooks_of(
     FileSystemWriter, filesystem.FileSystemWriter, frozenset({"_metadata_exists"})
 )
-# What is about the files of a save alone, which are new ones, and count only when all is there.
+# Hooks that only concern the contents of the files. With overrides of only these, torch's code writes new files as ours
+# does, and the save still commits them only when all exist.
 _OF_FILES = frozenset({"_write_data", "transforms"})
 
 
-def done(result: _T) -> TorchFuture[_T]:
-    """Return a future of torch's that has its result."""
+def completed_future(result: _T) -> TorchFuture[_T]:
+    """Return a completed torch future."""
     future: TorchFuture[_T] = TorchFuture()
     future.set_result(result)
     return future
 
 
-def note_staged(planner: SavePlanner) -> None:
-    """Tell stagers, where there are any, that this thread saves what may be theirs."""
+def record_saver_thread(planner: SavePlanner) -> None:
+    """Record that this thread saves the planner's state, in case a :class:`Stager` has made it."""
     staging = sys.modules.get("tensorferry.checkpoint.staging")
     state: Any = getattr(planner, "state_dict", None)
     if staging is not None and isinstance(state, Mapping):
-        staging.saved_here(state.values())
+        staging.record_saver(state.values())
 
 
-def all_of(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
-    """Return what torch's code says it has written, if that is all: its threads tell nobody what they fail with."""
+def check_all_written(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
+    """Return the results of torch's code if they are complete; torch's threads do not report their failures."""
     if len(results) < len(plan.items):
         count = len(plan.items) - len(results)
         raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
@@ -492,22 +501,26 @@ def _write_item(
     planner: SavePlanner,
     refusals: dict[str, str] | None,
 ) -> WriteResult:
-    """Write an item; what the planner made for it is let go of as soon as it has been copied."""
+    """Write an item, and release memory that the planner made for it as soon as it has been copied."""
     offset = file.nbytes
     data = planner.resolve_data(item)
     extras = None
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
-            raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
+            raise TypeError(
+                f"{item.index.fqn}: the planner returned {type(data)} instead of BytesIO"
+            )
         file.write_copied(data.getbuffer())
         if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
             refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):
-            raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")
-        if is_plain(data):
+            raise TypeError(
+                f"{item.index.fqn}: the planner returned {type(data)} instead of a tensor"
+            )
+        if is_dense(data):
             check_storage(data, item.index.fqn)
-        kept = is_of_state(data, item, planner)
+        kept = is_state_memory(data, item, planner)
         extras = _write_tensor(file, data.detach(), item, kept=kept)
         if not kept:
             file.wait_until_copied()
@@ -518,10 +531,10 @@ def _write_item(
     return WriteResult(item.index, length, info)
 
 
-def is_of_state(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner) -> bool:
-    """Return whether a planner gave memory of its state's, not some that it may fill again for the next item."""
+def is_state_memory(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner) -> bool:
+    """Return whether a tensor is memory of the planner's state, and not a buffer that the planner may reuse."""
     state: Any = getattr(planner, "state_dict", None)
-    if type(state) not in (dict, OrderedDict):  # others may make what they are asked for
+    if type(state) not in (dict, OrderedDict):  # other mappings may create values on access
         return False
     entry = state.get(item.index.fqn)
     if isinstance(entry, ShardedTensor):
@@ -538,7 +551,7 @@ def is_of_state(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner) -> 
 
 
 class _Payload(NamedTuple):
-    """Where in an archive a tensor's elements stand, in C order, and what they are."""
+    """The location of a tensor's elements in an archive, in C order, and their dtype."""
 
     offset: int
     nbytes: int
@@ -548,13 +561,13 @@ class _Payload(NamedTuple):
 def _write_tensor(
     file: NewFile, tensor: torch.Tensor, item: WriteItem, *, kept: bool
 ) -> _Payload | None:
-    """Write what torch.save would."""
+    """Write a tensor with the same bytes as torch.save; return its payload's location if metadata can describe it."""
     content, archive = _bytes_and_archive(tensor)
     if archive is None:
         kept = False
         tensor = tensor.cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # with no more storage than it needs, as torch does
+            tensor = tensor.clone()  # copy only the elements that are used, as torch does
         content, archive = _bytes_and_archive(tensor)
     if content is None or archive is None:
         try:
@@ -580,7 +593,7 @@ def _write_tensor(
 def _bytes_and_archive(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor | None, Archive | None]:
-    """Return a tensor's bytes, and what torch.save puts around them; None where that is not known."""
+    """Return a tensor's bytes and the archive around them as torch.save writes it, each None if it is unknown."""
     content = plain_bytes(tensor)
     if content is None:
         return None, None

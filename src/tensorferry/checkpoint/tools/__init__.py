@@ -1,4 +1,4 @@
-"""What looks at checkpoints and files without loading them; for a path where there is none, without torch."""
+"""Inspection of checkpoints and files without loading them; a path without a file fails before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,53 +21,56 @@ def verify(
     write_checksums: bool = False,
     progress: Listener | None = None,
 ) -> Report:
-    """Read a whole checkpoint, a file that :func:`save` or torch.save has written, or safetensors files, and verify it.
+    """Read a complete checkpoint, a file of :func:`save` or torch.save, or safetensors files, and verify all bytes.
 
     Parameters
     ----------
     path : str or PathLike, or pair of store and key
-        The checkpoint's folder, or the file; of safetensors a file, a sharded model's index, or a folder with either.
-        Also in a bucket, as :func:`tensorferry.open` has them.
+        The checkpoint's folder, or the file; for safetensors a file, a sharded model's index, or a folder with either.
+        It may be in a bucket, in any form that :func:`tensorferry.open` accepts.
     trust_pickle : bool
-        As for :class:`tensorferry.checkpoint.FileSystemReader`; no code of a single file is ever run.
+        As for :class:`tensorferry.checkpoint.FileSystemReader`; code in a single file is never run.
     write_checksums : bool
-        Keep checksums beside safetensors files that have none; see :mod:`tensorferry.safetensors.checksums`.
+        Write checksums next to safetensors files that have none; see :mod:`tensorferry.safetensors.checksums`.
     progress : function of a Progress, optional
-        Called now and then, and at the end: bytes and files done, and in all.
+        Called during the verification and at its end, with the bytes and files that are done, and the totals.
 
     Returns
     -------
     Report
-        Damage does not raise; it is in ``problems``. What has no checksum is in ``unverified``.
+        Damage is not raised, but listed in ``problems``. Data without a checksum are listed in ``unverified``.
 
     Raises
     ------
     FileNotFoundError
-        There is nothing, or a folder without a checkpoint.
+        The path does not exist, or is a folder without a checkpoint.
     CheckpointError
-        It is a file of another kind, or one of torch.save before torch 1.6, in which nothing can be verified; or
-        checksums are to be written of what is no safetensors file.
+        The path is a file of another kind, or of torch.save before torch 1.6, which wrote no checksums; or
+        ``write_checksums`` is set for another format than safetensors.
     OSError
-        It cannot be read.
+        The path cannot be read.
     """
     text = text_of(path)
     found = format_of(text)
     if write_checksums and not found.keeps_checksums:
-        raise NotACheckpointError("it is no safetensors file: it has checksums of its own", text)
+        raise NotACheckpointError(
+            "write_checksums: only for safetensors files; files of this format have their own checksums",
+            text,
+        )
     return found.tools.verify(
         text, trust_pickle=trust_pickle, write_checksums=write_checksums, progress=progress
     )
 
 
 def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
-    """Return what is in a checkpoint, by name, or the tensors of files of torch.save's or safetensors, in their order.
+    """Return the entries of a checkpoint by name, or the tensors of a file of torch.save or safetensors in file order.
 
     Raises
     ------
     FileNotFoundError, OSError
         As for :func:`verify`.
     CheckpointError
-        As for :func:`verify`, or what says what there is is damaged, or holds what torch does not put there.
+        As for :func:`verify`; or the metadata are damaged, or hold objects that torch does not write.
     """
     text = text_of(path)
     return format_of(text).tools.entries(text, trust_pickle=trust_pickle)

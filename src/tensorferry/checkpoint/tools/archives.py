@@ -1,15 +1,15 @@
-"""Looking into files of torch.save's, and of :func:`tensorferry.checkpoint.save`, without loading them.
+"""Inspection of files of torch.save and of :func:`tensorferry.checkpoint.save` without loading them.
 
-Such a file is a zip archive of records, one for each storage, and a CRC-32 of each, which torch never looks at. The
-core reads the file from end to end and takes the CRC-32s on the way, so that no data come to Python. Which tensors a
-storage belongs to says the pickle, which is read only where something has to be named, or listed; only that needs
-torch.
+Such a file is a zip archive with a record for each storage, and a CRC-32 of each record, which torch never checks. The
+core reads the file from beginning to end and computes the CRC-32s, so no data reach Python. The pickle shows to which
+tensors a storage belongs. It is read only to name or list tensors, and only that needs torch.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import Span, UnknownArchiveError
-from tensorferry.transfer.plain import again, open_plain
+from tensorferry.transfer.python_files import open_python_file, reopen
 from tensorferry.transfer.remote import Version
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     import torch
 
     from tensorferry.checkpoint.progress import Listener
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.checkpoint.zipformat.blobs import Payload, PickledTensor
 
-# What is read at once, in pieces of which each is retried by itself where something cannot be read.
+# The maximum size of a read in bytes and in pieces, and of a piece. If a read fails, each of its pieces is read again
+# separately to locate the failure.
 _BATCH_NBYTES, _BATCH_PIECES, _PIECE_NBYTES = 256 << 20, 4096, 64 << 20
 _MAX_PICKLE_NBYTES = 256 << 20
 _MAX_NBYTES, _MAX_DIMS = (1 << 63) - 1, 1000
@@ -41,22 +42,22 @@ _SHOWN_TENSORS = 4
 
 
 def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
-    """Verify a file, which has checksums of its own, and of whose pickle no code is ever run."""
-    with open_plain(path) as file:
+    """Verify a file by the checksums in it; no code in its pickle is ever run."""
+    with open_python_file(path) as file:
         return _ArchiveAudit(path, file, progress).run()
 
 
 def entries(path: str, **_options: object) -> list[Entry]:
-    """Return the tensors of a file in the order of its pickle, then the payloads of which it says nothing.
+    """Return the tensors of a file in the order of its pickle, then the payloads that the pickle does not mention.
 
     Raises
     ------
     OSError
-        It cannot be read.
+        The file cannot be read.
     CheckpointError
-        What says which tensors there are is damaged.
+        The file's pickle or directory is damaged.
     """
-    with open_plain(path) as file:
+    with open_python_file(path) as file:
         archive = _OpenArchive(path, file)
         try:
             places = archive.places()
@@ -65,10 +66,14 @@ def entries(path: str, **_options: object) -> list[Entry]:
             error.filename = error.filename or path
             raise
     payloads = {
-        _short(place.name): place for place in places if _short(place.name).startswith("data/")
+        _short_name(place.name): place
+        for place in places
+        if _short_name(place.name).startswith("data/")
     }
-    listed = [_entry(name, tensor, path, payloads.get(_key(tensor))) for name, tensor in found]
-    known = {_key(tensor) for _, tensor in found}
+    listed = [
+        _entry(name, tensor, path, payloads.get(_record_of(tensor))) for name, tensor in found
+    ]
+    known = {_record_of(tensor) for _, tensor in found}
     for name, place in payloads.items():
         if name not in known:
             shard = Shard((), (), Path(path).name, place.begin, place.begin + place.nbytes)
@@ -76,10 +81,10 @@ def entries(path: str, **_options: object) -> list[Entry]:
     return listed
 
 
-def find(path: str, **_options: object) -> Found:
-    """Return what there is to convert."""
+def find_source(path: str, **_options: object) -> ConversionSource:
+    """Return the tensors to convert."""
     from tensorferry.checkpoint.storage import huggingface
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.checkpoint.tools.trees import MAX_NAME
 
     identity = Version.at(path)
@@ -88,45 +93,52 @@ def find(path: str, **_options: object) -> Found:
     unclear = tuple(name for name in found if len(name) >= MAX_NAME or "?" in name.split("."))
     if unclear:
         raise CheckpointError(
-            "their names are too long, or their keys are no text", path, names=unclear
+            "their names are too long, or contain keys that are not text", path, names=unclear
         )
-    return Found(*huggingface.of_payloads(path, found, identity), others)
+    return ConversionSource(*huggingface.from_payloads(path, found, identity), others)
 
 
 def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
-    """Return where in a file each tensor's elements lie, and the names of what is no tensor.
+    """Return the location of each tensor's elements in a file, and the names of the objects that are not tensors.
 
     Raises
     ------
     OSError
-        It cannot be read.
+        The file cannot be read.
     CheckpointError
-        What says which tensors there are is damaged; or elements do not fill the memory they lie in, or are in the
-        order of another kind of machine.
+        The file's pickle or directory is damaged; or a tensor's elements have gaps between them; or the bytes are in
+        big-endian order.
     """
     from tensorferry.base.ranges import memory_order
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
     others: list[str] = []
-    with open_plain(path) as file:
+    with open_python_file(path) as file:
         archive = _OpenArchive(path, file)
         places = archive.places()
-        by_name = {_short(place.name): place for place in places}
+        by_name = {_short_name(place.name): place for place in places}
         found = archive.tensors(places, others)
         order = by_name.get("byteorder")
         if order and archive.read(order.begin, order.begin + order.nbytes) != b"little":
-            raise CheckpointError("its bytes are in the order of big-endian machines", path)
+            raise CheckpointError("its bytes are in big-endian order", path)
     payloads: dict[str, Payload] = {}
     unknown = {name for name in by_name if name.startswith("data/")}
-    unknown -= {_key(tensor) for _, tensor in found}
-    # torch finds records by names in any case.
-    if unknown or len({*map(str.lower, by_name)}) < len(places):
-        reason = "it has records of something that is not known here"
+    unknown -= {_record_of(tensor) for _, tensor in found}
+    # Compare case-insensitively, as torch does when it looks for records.
+    if unknown:
+        reason = "the archive has records that belong to no tensor"
         raise CheckpointError(reason, path, names=tuple(sorted(unknown)))
+    counts = Counter(_short_name(place.name).lower() for place in places)
+    alike = sorted(place.name for place in places if counts[_short_name(place.name).lower()] > 1)
+    if alike:
+        reason = (
+            "the archive has records whose names are equal, or differ in upper and lower case only"
+        )
+        raise CheckpointError(reason, path, names=tuple(alike))
     for name, tensor in found:
         if name in payloads:
             raise CheckpointError("two tensors would have this name", path, names=(name,))
-        entry = _entry(name, tensor, path, by_name.get(_key(tensor)))
+        entry = _entry(name, tensor, path, by_name.get(_record_of(tensor)))
         (shard,) = entry.shards
         dims = tuple(range(len(tensor.sizes)))
         if entry.nbytes:
@@ -134,10 +146,10 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
                 raise CheckpointError("its bytes are not in the file", path, names=(name,))
             dims = memory_order(tensor.sizes, tensor.strides) or ()
             if len(dims) != len(tensor.sizes):
-                reason = "its elements lie apart, or are one: save a contiguous copy of it"
+                reason = "its elements have gaps or share memory: save a contiguous copy of it"
                 raise CheckpointError(reason, path, names=(name,))
         if tensor.neg and not _has_negatives(tensor.dtype):
-            reason = f"it is the negative of {tensor.dtype}, which torch cannot take"
+            reason = f"it has the negative bit, but torch cannot negate {tensor.dtype}"
             raise CheckpointError(reason, path, names=(name,))
         payloads[name] = Payload(
             shard.begin,
@@ -162,20 +174,20 @@ def _has_negatives(dtype: torch.dtype) -> bool:
 
 
 def _entry(name: str, tensor: PickledTensor, path: str, place: Span | None) -> Entry:
-    """Return what is listed of a tensor, whose storage is a place of the file."""
+    """Return the entry of a tensor whose storage is the record ``place``."""
     _, storage_dtype, _, _, count = tensor.storage
     itemsize, sizes = tensor.dtype.itemsize, tensor.sizes
     numbers = (count, tensor.offset, *sizes, *tensor.strides)
-    if max(numbers) > _MAX_NBYTES or len(sizes) > _MAX_DIMS:  # and so many take long to multiply
+    if max(numbers) > _MAX_NBYTES or len(sizes) > _MAX_DIMS:  # also keeps the product below cheap
         raise CheckpointError("it is larger than a tensor can be", path, names=(name,))
     nbytes = math.prod(sizes) * itemsize
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, tensor.strides, strict=True))
     first = tensor.offset * itemsize
     end = first + (span if nbytes else 0) * itemsize
     if nbytes > _MAX_NBYTES or end > count * storage_dtype.itemsize:
-        raise CheckpointError("it lies beyond its storage", path, names=(name,))
+        raise CheckpointError("it extends beyond its storage", path, names=(name,))
     if place is not None and place.nbytes != count * storage_dtype.itemsize:
-        reason = f"the record {place.name!r} has another size than the pickle says"
+        reason = f"the record {place.name!r} has a different size in the pickle"
         raise CheckpointError(reason, path, names=(name,))
     kind = str(tensor.dtype).removeprefix("torch.")
     offsets = (0,) * len(sizes)
@@ -187,32 +199,32 @@ def _entry(name: str, tensor: PickledTensor, path: str, place: Span | None) -> E
 
 
 class _OpenArchive:
-    """An open file."""
+    """An archive that is open for reading."""
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
         self.file = file
-        self.read, self.nbytes = zips.reading(file)
+        self.read, self.nbytes = zips.reader_of(file)
 
     def places(self, damaged: Callable[[str, int, int, str], None] | None = None) -> list[Span]:
-        """Return where the records lie; for ``damaged`` see :func:`zips.layout`."""
+        """Return the locations of the records; for ``damaged`` see :func:`zips.layout`."""
         try:
             return zips.layout(self.read, self.nbytes, damaged)
         except (UnknownArchiveError, struct.error) as error:
             raise CheckpointError(
-                self._torn() or f"its directory is damaged: {error}", self.path
+                self._truncation() or f"its directory is damaged: {error}", self.path
             ) from None
 
     def tensors(
         self, places: list[Span], others: list[str] | None = None
     ) -> list[tuple[str, PickledTensor]]:
-        """Return what the pickle says."""
+        """Return the tensors in the pickle, by name."""
         from tensorferry.checkpoint.tools.trees import named_tensors
 
         pickles = [place for place in places if place.name.partition("/")[2] == "data.pkl"]
         if len(pickles) != 1 or pickles[0].nbytes > _MAX_PICKLE_NBYTES:
             raise CheckpointError(
-                "it has no pickle, or one that is too large to look at", self.path
+                "it has no pickle, or one that is too large to inspect", self.path
             )
         name, begin, nbytes, crc = pickles[0]
         data = self.read(begin, begin + nbytes)
@@ -221,24 +233,24 @@ class _OpenArchive:
             raise CheckpointError(reason, self.path, names=(name,), begin=begin, end=begin + nbytes)
         return named_tensors(data, self.path, others)
 
-    def _torn(self) -> str | None:
-        """Say so if the end is missing, or is not where it should be."""
+    def _truncation(self) -> str | None:
+        """Return a message if the archive's end is missing, or is not at the end of the file."""
         begin = max(0, self.nbytes - _TAIL_NBYTES)
         tail = self.read(begin, self.nbytes)
         if zips.ends(tail):
             return None
         at = zips.find_end(tail)
         if at < 0:
-            return "its end is missing: it was cut short, or its writing never came to an end"
+            return "its end is missing: the file was cut short, or never written completely"
         if at + zips.END.size > len(tail):
-            return "its last bytes are missing: it was cut short"
-        return f"{len(tail) - at - zips.END.size} bytes stand behind its end"
+            return "its last bytes are missing: the file was cut short"
+        return f"there are {len(tail) - at - zips.END.size} bytes after its end"
 
 
 class _ReadRange(NamedTuple):
-    """Bytes in a row that are read at once: of a place, or what is between places."""
+    """A range that is read as one piece: a part of a record, or the bytes between records."""
 
-    place: int | None
+    place: int | None  # the number of the record
     begin: int
     nbytes: int
 
@@ -274,13 +286,13 @@ class _ArchiveAudit(Audit):
                 CheckpointError(
                     reason,
                     self.report.path,
-                    names=(record, *names.get(_short(record), ())),
+                    names=(record, *names.get(_short_name(record), ())),
                     begin=begin,
                     end=end,
                 )
             )
         for record in unverified:
-            known = names.get(_short(record), [])[:_SHOWN_TENSORS]
+            known = names.get(_short_name(record), [])[:_SHOWN_TENSORS]
             self.report.unverified.append(f"{record} ({', '.join(known)})" if known else record)
         return self.finish()
 
@@ -288,9 +300,9 @@ class _ArchiveAudit(Audit):
         self._damage.append((begin, end, record, reason))
 
     def _crcs(self, places: list[Span]) -> list[int | None]:
-        """Return the CRC-32 of each place, None where it cannot be read, which is noted."""
+        """Return the CRC-32 of each record; None for a record that cannot be read, which is noted as damage."""
         crcs: list[int | None] = [0] * len(places)
-        with again(self._archive.file) as file:
+        with reopen(self._archive.file) as file:
             for batch in _batches(places):
                 for (index, begin, nbytes), crc in self._read(file, batch):
                     before = None if index is None else crcs[index]
@@ -309,9 +321,9 @@ class _ArchiveAudit(Audit):
     def _read(
         self, file: tensorferry.File, batch: list[_ReadRange]
     ) -> Iterator[tuple[_ReadRange, int | OSError]]:
-        """Return the CRC-32 of each piece, or why it cannot be read."""
+        """Yield each piece with its CRC-32, or with the error of reading it."""
         sums = tensorferry.Checksums(segments=True)
-        # Numbers are passed over, but for their checksums; there must be an array, if one of no bytes.
+        # The data are discarded, as only checksums are needed; read() requires at least one array, so add an empty one.
         wanted: list[int | bytearray] = [*(piece.nbytes for piece in batch), bytearray()]
         try:
             file.read(wanted, batch[0].begin, checksums=sums)
@@ -325,19 +337,19 @@ class _ArchiveAudit(Audit):
         yield from zip(batch, sums.segments[:-1], strict=True)
 
     def _names(self, places: list[Span]) -> dict[str, list[str]]:
-        """Return the names of the tensors in each record, as far as the pickle can be read."""
+        """Return the names of the tensors in each record; an empty dict if the pickle cannot be read."""
         names: dict[str, list[str]] = {}
         try:
             found = self._archive.tensors(places)
         except (CheckpointError, OSError, ImportError):
             return names
         for name, tensor in found:
-            names.setdefault(_key(tensor), []).append(name)
+            names.setdefault(_record_of(tensor), []).append(name)
         return names
 
 
 def _batches(places: list[Span]) -> Iterator[list[_ReadRange]]:
-    """Cut a file into what is read at once, from the first place to the last."""
+    """Split a file into batches, each of which is read at once, from the first record to the last."""
     batch: list[_ReadRange] = []
     nbytes = 0
     for piece in _pieces(places):
@@ -362,11 +374,11 @@ def _pieces(places: list[Span]) -> Iterator[_ReadRange]:
             at += nbytes
 
 
-def _short(record: str) -> str:
-    """Return a record's name without that of the archive."""
+def _short_name(record: str) -> str:
+    """Return a record's name without the prefix with the archive's name."""
     return record.partition("/")[2]
 
 
-def _key(tensor: PickledTensor) -> str:
-    """Return the short name of the record with a tensor's storage."""
+def _record_of(tensor: PickledTensor) -> str:
+    """Return the short name of the record that holds a tensor's storage."""
     return f"data/{tensor.storage[2]}"

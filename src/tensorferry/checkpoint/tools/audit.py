@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint: listed by their metadata, verified without loading.
+"""Checkpoints of torch.distributed.checkpoint: listed by their metadata, and verified without loading.
 
-Files with chunk checksums are read once, headers and gaps included. Of others (those that torch wrote) each blob is a
-zip archive, whose records have checksums that torch itself never looks at.
+Files with chunk checksums are read once, including headers and gaps. In other files, which torch wrote, each blob is a
+zip archive, and its records have checksums that torch itself never checks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.contents import Contents
-from tensorferry.checkpoint.storage.delivery import Delivery, Memory
+from tensorferry.checkpoint.storage.destinations import ItemCompletion, Memory
 from tensorferry.checkpoint.storage.metadata import file_checksums, read_metadata
 from tensorferry.checkpoint.storage.names import metadata_files
-from tensorferry.checkpoint.storage.reading import Reading, Want
+from tensorferry.checkpoint.storage.reading import Reading, ReadRequest
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import blobs, zips
 from tensorferry.safetensors.sources import tiles
 from tensorferry.transfer.checksums import Checksums
-from tensorferry.transfer.plain import plain_of
+from tensorferry.transfer.python_files import reopen_python_file
 
 if TYPE_CHECKING:
     import os
@@ -45,7 +45,7 @@ def verify(
     progress: Listener | None = None,
     **_options: object,
 ) -> Report:
-    """Verify a checkpoint's folder, which has checksums of its own."""
+    """Verify a checkpoint's folder by its own checksums."""
     return _CheckpointAudit(path, progress, trust_pickle).run()
 
 
@@ -55,9 +55,9 @@ def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list
     Raises
     ------
     OSError
-        The metadata is not there, or cannot be read.
+        The metadata are missing, or cannot be read.
     CheckpointError
-        It is damaged, or holds what torch does not put there.
+        The metadata are damaged, or hold objects that torch does not write.
     """
     found: dict[str, Entry] = {}
     for file in metadata_files(path):
@@ -72,7 +72,7 @@ def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list
 
 
 def incomplete(metadata: Metadata) -> Iterator[str]:
-    """Yield the names of tensors whose parts do not fill them exactly."""
+    """Yield the names of tensors that are not covered exactly by their parts."""
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             boxes = dict.fromkeys((chunk.offsets, chunk.sizes) for chunk in described.chunks)
@@ -81,7 +81,7 @@ def incomplete(metadata: Metadata) -> Iterator[str]:
 
 
 def entries_of(metadata: Metadata) -> list[Entry]:
-    """Return what checked metadata describes."""
+    """Return the entries that metadata describes."""
     infos = metadata.storage_data
     entries = []
     for name, described in metadata.state_dict_metadata.items():
@@ -143,11 +143,11 @@ class _CheckpointAudit(Audit):
         for entry in entries:
             missing = sum(shard.file is None for shard in entry.shards)
             if missing:
-                reason = f"{missing} of {len(entry.shards)} parts are nowhere"
+                reason = f"the metadata does not say in which files {missing} of its {len(entry.shards)} parts are"
                 self.problem(CheckpointError(reason, str(file), names=(entry.name,)))
 
         for name in incomplete(metadata):
-            reason = "parts of it are missing, or there twice: they do not fill its shape"
+            reason = "parts of it are missing or overlap: they do not cover its shape exactly"
             self.problem(CheckpointError(reason, str(file), names=(name,)))
 
     def _check_files(self, metadata: Metadata) -> None:
@@ -174,17 +174,17 @@ class _CheckpointAudit(Audit):
     ) -> None:
         file = contents.open(name, damaged=self.problem)
         if contents.has_checksums(name):
-            everything = Memory(Delivery(file.nbytes, count=self.meter.add))
+            everything = Memory(ItemCompletion(file.nbytes, count=self.meter.add))
             with Reading() as reading:
                 reading.begin_file(file)
                 if file.nbytes:
-                    reading.add(iter([Want(0, file.nbytes, everything)]))
+                    reading.add(iter([ReadRequest(0, file.nbytes, everything)]))
                 reading.finish()
             self.report.nbytes += file.nbytes
             return
         try:
             end = 0
-            with plain_of(file.file) as plain:
+            with reopen_python_file(file.file) as plain:
                 for index, info in infos:
                     if info.offset > end:
                         self.report.unverified.append(f"bytes {end} to {info.offset} of {name}")
@@ -205,16 +205,16 @@ class _CheckpointAudit(Audit):
     ) -> None:
         end = info.offset + info.length
         try:
-            file.require(end)
+            file.check_end(end)
         except CheckpointError as error:
             self.problem(error)
             return
-        read, _ = zips.reading(plain, info.offset, info.length)
+        read, _ = zips.reader_of(plain, info.offset, info.length)
 
         def crc_of(begin: int, end: int) -> int:
             if end - begin <= _SMALL_NBYTES:
                 return crc32(read(begin, end))
-            sums = Checksums(segments=True)  # of what the core reads and keeps nothing of
+            sums = Checksums(segments=True)  # the core reads and discards the data
             file.file.read([end - begin, bytearray()], info.offset + begin, checksums=sums)
             return sums.segments[0]
 
@@ -233,5 +233,5 @@ class _CheckpointAudit(Audit):
 
 
 def _unexpected(error: Exception, path: str) -> CheckpointError:
-    """Return as damage what no check has foreseen."""
+    """Return the CheckpointError that reports an error of a type that no check has foreseen."""
     return CheckpointError(f"it cannot be read ({type(error).__name__}: {error})", path)

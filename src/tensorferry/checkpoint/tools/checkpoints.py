@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint for the table of formats: what `convert` reads and writes of them."""
+"""The dcp format in the table of formats: `convert` reads and writes torch.distributed.checkpoint by this module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tensorferry.checkpoint.storage.reader import ItemLoad
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.tools.audit import entries, incomplete, verify
-from tensorferry.checkpoint.tools.formats import Found
+from tensorferry.checkpoint.tools.formats import ConversionSource
 from tensorferry.safetensors import index
 from tensorferry.safetensors.parsing import METADATA
 
@@ -50,64 +50,65 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.progress import Listener, Throughput
 
-__all__ = ["entries", "find", "verify", "write"]
+__all__ = ["entries", "find_source", "verify", "write"]
 
-# Larger tensors become chunks of at most so many bytes in a checkpoint.
+# Larger tensors are split into chunks of at most this size in a checkpoint.
 _CHUNK_NBYTES = 16 << 20
 
 
-def find(path: str, *, trust_pickle: bool) -> Found:
-    """Return what there is to convert."""
+def find_source(path: str, *, trust_pickle: bool) -> ConversionSource:
+    """Return the contents to convert."""
     if any(index.names_in(path)):
         raise CheckpointError(
-            "it has a checkpoint and safetensors files, and which are meant is not known (remedy: move the others "
+            "it has both a checkpoint and safetensors files, so the source is ambiguous (remedy: move one of them "
             "away)",
             path,
         )
     found = metadata_files(path)
     if len(found) > 1 or found[0].name != METADATA_NAME:
         raise CheckpointError(
-            "its ranks saved by themselves (use_collectives=False), and which of them is meant is not known",
+            "its ranks saved separately (use_collectives=False), so the source is ambiguous",
             path,
         )
     metadata = read_metadata(found[0], trust_pickle=trust_pickle)
     contents = Contents(path, metadata, trusted=trust_pickle)
     names = {info.relative_path for info in metadata.storage_data.values()}
     if not all(map(contents.has_checksums, names)):
-        # Its checksums are of whole tensors, of which parts are read here.
+        # Some files have checksums of complete tensors only, but the conversion reads parts of tensors: verify the
+        # whole checkpoint before the conversion.
         verify(path, trust_pickle=trust_pickle).require_sound()
     if partly := tuple(incomplete(metadata)):
-        raise CheckpointError("parts of it are missing, or there twice", path, names=partly)
+        raise CheckpointError("parts of it are missing or overlap", path, names=partly)
     tensors, others = {}, []
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             tensors[name] = described
         else:
             others.append(name)
-    said: dict[str, str] = {}
+    metadata_texts: dict[str, str] = {}
     if METADATA in others and (text := _text_of(METADATA, contents)) is not None:
         others.remove(METADATA)
-        said = text
+        metadata_texts = text
 
     def places(name: str) -> list[Any]:
         indexes = (MetadataIndex(name, chunk.offsets) for chunk in tensors[name].chunks)
         infos = map(metadata.storage_data.get, indexes)
         return [info and (info.relative_path, info.offset) for info in infos]
 
-    for name, own in said.items():
+    for name, own in metadata_texts.items():
         if name in tensors and own in tensors and name != own and places(name) == places(own):
-            del tensors[name]  # it is a further name of the same bytes, as it was before
-    return Found(tensors, contents, others, metadata=said)
+            del tensors[name]  # an additional name for the same bytes
+    return ConversionSource(tensors, contents, others, metadata=metadata_texts)
 
 
 def _text_of(name: str, contents: Contents) -> dict[str, str] | None:
-    """Return an object of a checkpoint, if it is a dict of text."""
+    """Return an object of a checkpoint if it is a dict of text, otherwise None."""
     found: Any = None
 
     class Planner:
         def load_bytes(self, _request: ReadItem, value: io.BytesIO) -> None:
             nonlocal found
-            with contextlib.suppress(pickle.UnpicklingError):  # then it is something else
+            with contextlib.suppress(pickle.UnpicklingError):  # another kind of object
                 found = torch.load(value, weights_only=True)
 
     planner: Any = Planner()
@@ -120,14 +121,16 @@ def _text_of(name: str, contents: Contents) -> dict[str, str] | None:
     return found if is_text else None
 
 
-def write(found: Found, folder: Path, _shard_nbytes: int, progress: Listener | None) -> Throughput:
+def write(
+    found: ConversionSource, folder: Path, _shard_nbytes: int, progress: Listener | None
+) -> Throughput:
     """Write a checkpoint."""
     writer = _Writer(folder, overwrite=True, progress=progress)
     writer.aliases = found.aliases
     try:
         save({}, storage_writer=writer, planner=_Planner(found), no_dist=True)
     except CheckpointException as error:
-        # One process has one failure, which says more by itself.
+        # There is only one process, and its failure is clearer without torch's wrapper.
         (failure, *_), *_ = error.failures.values()
         raise failure from None
     assert writer.last_save is not None
@@ -135,7 +138,7 @@ def write(found: Found, folder: Path, _shard_nbytes: int, progress: Listener | N
 
 
 class _Writer(FileSystemWriter):
-    """Gives tensors further names, whose bytes are the same."""
+    """Writes additional names of tensors, which refer to the same bytes."""
 
     aliases: dict[str, str]
 
@@ -157,9 +160,9 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """Saves tensors that it reads when they are asked for, the larger ones in several chunks."""
+    """A planner of tensors that are read only when they are written, and of several chunks for each large tensor."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ConversionSource) -> None:
         super().__init__()
         self._found = found
 

@@ -1,7 +1,7 @@
-"""From one format to another: checkpoints of torch.distributed.checkpoint, safetensors, and files of torch.save's.
+"""Conversion between formats: checkpoints of torch.distributed.checkpoint, safetensors, and files of torch.save.
 
-Tensors are read a few megabytes at a time, in the order in which the new files have them, and written while the next
-ones are read. What is new takes its place when all of it is there.
+Tensors are read a few megabytes at a time, in the order of the new files, and written while the next ones are read. The
+new files replace existing ones only when all are complete.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tensorferry.base.checks import decimal_nbytes, one_of
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import assembly, huggingface
+from tensorferry.checkpoint.storage.names import TORCH_SUFFIXES
 from tensorferry.checkpoint.tools.formats import FORMATS, format_of
 from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
@@ -22,7 +23,10 @@ from tensorferry.transfer.remote import text_of
 if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
+
+# The suffixes of files in formats that convert() does not write. A folder with such a name would be a mistake.
+_OTHER_SUFFIXES = (*TORCH_SUFFIXES, ".npy", ".npz", ".sd", ".safetensor")
 
 To = Literal["auto", "dcp", "safetensors"]
 
@@ -37,91 +41,98 @@ def convert(
     trust_pickle: bool = False,
     progress: Listener | None = None,
 ) -> Throughput:
-    """Convert a checkpoint, a model in safetensors files, or a file of torch.save's; in bounded memory.
+    """Convert a checkpoint, a model in safetensors files, or a file of torch.save, in bounded memory.
 
     Parameters
     ----------
     source : str or PathLike, or pair of store and key
-        A checkpoint's folder, a file of torch.save's, a safetensors file, an index of such, or a folder with them. Also
-        in a bucket, as :func:`tensorferry.open` has them.
+        A checkpoint's folder, a file of torch.save, a safetensors file, an index of such files, or a folder with them.
+        It may be in a bucket, in any form that :func:`tensorferry.open` accepts.
     target : str or PathLike
-        Where to. A name that ends in ".safetensors" becomes one file, any other one a folder. What is there of the same
-        kind is replaced when all is written, and durably.
+        The file to write, if the name ends in ".safetensors", or else the folder. The suffix of another file format,
+        such as ".pt" or ".npz", is refused. An existing file or model of the same
+        format is replaced, durably, when everything has been written.
     to : "auto", "dcp" or "safetensors"
-        What the folder gets. "auto": a checkpoint of safetensors, and safetensors of all else.
+        The format of the folder. "auto" converts safetensors to a checkpoint, and all other formats to safetensors.
     max_shard_nbytes : int or str
         As for :func:`tensorferry.safetensors.sharded.save_sharded`.
     tensors_only : bool
-        Leave out what is not a tensor, rather than refuse it: attributes of tensors, and metadata in which safetensors
-        files differ, as well.
+        Leave out objects that are not tensors, attributes of tensors, and metadata in which safetensors files differ,
+        rather than refuse them.
     trust_pickle : bool
         As for :class:`tensorferry.checkpoint.FileSystemReader`.
     progress : function of a Progress, optional
-        Called now and then, and at the end: bytes and files done, and in all.
+        Called during the conversion and at its end, with the bytes and files that are done, and the totals.
 
     Returns
     -------
     Throughput
-        How many bytes of tensors there were, and in what time.
+        The bytes of all tensors, and the time that the conversion took.
 
     Raises
     ------
     CheckpointError
-        The source is damaged or incomplete, could be read in two ways, or has what the target cannot hold; or the
-        target has a model in another format. The message names it.
+        The source is damaged, incomplete or ambiguous, or has objects that the target cannot hold; or the target has a
+        model in another format. The message names the problem.
     SafetensorError
-        A safetensors file breaks a rule of the format, or the format has no such dtype.
+        A safetensors file violates the format, or the format does not support a dtype.
+    ValueError
+        An argument is invalid, or the target has the suffix of another file format.
     FileNotFoundError
-        There is nothing to convert.
+        The source does not exist.
     StorageError, OSError
-        Something could not be read or written. What was there at the target has stayed.
+        A file could not be read or written. Existing files of the target are unchanged.
 
     Notes
     -----
-    Tensors that share memory in a file of torch.save's are written each by itself, and conj and neg bits are applied.
-    Metadata of safetensors files are kept; in a checkpoint they are an object called ``__metadata__``, and the further
-    names of tied weights that they have are names of the same bytes.
+    Tensors that share memory in a file of torch.save are written separately, and conj and neg bits are applied.
+    Metadata of safetensors files are kept. In a checkpoint they are an object with the name ``__metadata__``, and
+    additional names of tied weights in them become names of the same bytes.
     """
     written = {each.name: each for each in FORMATS if each.marks}
     one_of(to, "to", ("auto", *written))
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_listener(progress)
     path, place = text_of(source, "source"), Path(os.fsdecode(target))
+    if place.name.lower().endswith(_OTHER_SUFFIXES) and not place.is_dir():
+        raise ValueError(
+            f"target: {str(place)!r} has the suffix of a file that convert() cannot write (remedy: use a name that "
+            f"ends in {index.FILE_SUFFIX!r} for a file, or a name without a suffix for a folder)"
+        )
     source_format = format_of(path)
-    found = source_format.tools.find(path, trust_pickle=trust_pickle)
+    found = source_format.tools.find_source(path, trust_pickle=trust_pickle)
     if found.others and not tensors_only:
         raise CheckpointError(
-            "these are no tensors, and would be lost (remedy: leave them out on purpose, with tensors_only=True or "
+            "these are not tensors, and would be lost (remedy: leave them out deliberately, with tensors_only=True or "
             "--tensors-only)",
             path,
             names=tuple(found.others),
         )
     if place.name.endswith(index.FILE_SUFFIX):
         if to == "dcp":
-            raise ValueError(
-                f"target: {str(place)!r} is a file's name, and a checkpoint is a folder"
-            )
+            raise ValueError(f"target: {str(place)!r} is a file name, but a checkpoint is a folder")
         return _to_file(found, place, progress)
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(
-            f"{str(place)!r} is a file, and no folder can be there (for a file of safetensors, let its name end in "
-            f"{index.FILE_SUFFIX!r})"
+            f"target: {str(place)!r} is a file, so it cannot be a folder (for a single safetensors file, use a name "
+            f"that ends in {index.FILE_SUFFIX!r})"
         )
     target_format = written[source_format.becomes if to == "auto" else to]
     others = tuple(mark for each in FORMATS if each is not target_format for mark in each.marks)
     if place.is_dir() and any(each.name.endswith(others) for each in place.iterdir()):
         raise CheckpointError(
-            "it has what readers would take for the model, in another format: convert to another folder",
+            "the target folder already has a model in another format, which readers would load in place of the new "
+            "one (remedy: convert to another folder)",
             str(place),
         )
     return target_format.tools.write(found, place, limit, progress)
 
 
-def _to_file(found: Found, path: Path, progress: Listener | None) -> Throughput:
-    begin, order, nbytes = huggingface.laid_out(found.tensors, found.metadata)
+def _to_file(found: ConversionSource, path: Path, progress: Listener | None) -> Throughput:
+    begin, order, nbytes = huggingface.header_and_order(found.tensors, found.metadata)
     refuse_directory(path)
     meter = Meter(progress, total_nbytes=nbytes, total_files=1)
-    with replacing(path, sync=True, nbytes=len(begin) + nbytes) as new, new.named():
+    with replacing(path, sync=True, nbytes=len(begin) + nbytes) as new, new.naming_target():
         new.file.write_bytes(begin)
         assembly.write_tensors(new.file, order, found.tensors, found.source, meter.add)
     meter.add(0, files=1)

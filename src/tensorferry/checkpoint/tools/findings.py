@@ -1,4 +1,4 @@
-"""What `verify` and `ls` find, of checkpoints and of single files."""
+"""Results of `verify` and `ls` for checkpoints and single files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes
     ----------
     path : str
         The checkpoint, or the file.
     entries : int
-        How many tensors and objects it has; of a single file of torch.save's: records.
+        The number of tensors and objects; for a file of torch.save the number of records.
     nbytes : int
-        How many bytes were verified.
+        The number of verified bytes.
     problems : list of CheckpointError or OSError
-        What is damaged, missing or unreadable; each names tensors, file and range where it can.
+        Damaged, missing or unreadable data; each error has the tensors, file and range where they are known.
     unverified : list of str
-        Names of what has no checksum to verify it by: tensors and objects, files of metadata, which torch's own
-        writer never gives one, records of single files, and safetensors files.
+        The names of data without a checksum: tensors and objects, metadata files of torch's own writer, records of
+        single files, and safetensors files.
     written : list of str
-        The files of checksums that it has written, as it was asked to.
+        The files of checksums that ``write_checksums`` has created.
     """
 
     path: str
@@ -42,29 +42,29 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def require_sound(self) -> None:
-        """Raise the first problem, if there is one."""
+        """Raise the first problem, if there is any."""
         if self.problems:
             raise self.problems[0]
 
 
 class Audit:
-    """A report in the making, and how far it has come; each format has a subclass that finds."""
+    """Collects a report, and measures progress; each format has a subclass that checks."""
 
     def __init__(self, path: str, progress: Listener | None) -> None:
         self.report = Report(path)
         self.meter = Meter(progress)
 
     def finish(self) -> Report:
-        """Return the report, and say that all is done."""
+        """Report the end of the work, and return the report."""
         self.meter.finish()
         return self.report
 
     def problem(self, error: CheckpointError | OSError, path: str = "") -> None:
-        """Keep what is wrong; one of the system's that names no file is of ``path``."""
+        """Add a problem; an OSError without a file name gets ``path``."""
         if isinstance(error, OSError):
             error.filename = error.filename or path or self.report.path
         self.report.problems.append(error)
@@ -72,16 +72,16 @@ class Audit:
 
 @dataclass(frozen=True)
 class Shard:
-    """A stored part of a tensor, or all of it; or an object.
+    """A stored part of a tensor, a complete tensor, or an object.
 
     Attributes
     ----------
     offsets, sizes : tuple of int
-        Which part; both empty for objects.
+        The part of the tensor; both are empty for objects.
     file : str or None
-        The data file's name; None where the checkpoint does not say where it lies.
+        The data file's name; None if the checkpoint has no location for it.
     begin, end : int
-        Where in the file.
+        The byte range in the file.
     """
 
     offsets: tuple[int, ...]
@@ -93,19 +93,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a checkpoint.
+    """A tensor or object of a checkpoint.
 
     Attributes
     ----------
     name : str
-        What it is called in the state dict.
+        Its name in the state dict.
     dtype : str or None
-        Such as "float32", or as safetensors have it where torch has no such elements; None for an object that is no
+        For example "float32", or safetensors' name where torch has no such dtype; None for an object that is not a
         tensor.
     shape : tuple of int
-        Of the whole tensor.
+        The size of the complete tensor.
     nbytes : int
-        Of the whole tensor's elements, or of the pickled object.
+        The bytes of the complete tensor, or of the pickled object.
     shards : tuple of Shard
         Its parts.
     """

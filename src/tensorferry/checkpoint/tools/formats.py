@@ -1,6 +1,6 @@
-"""The table of formats: how each is recognised, and which module lists, verifies, converts and writes it.
+"""The table of formats: how each is recognized, and which module lists, verifies, converts and writes it.
 
-What lies at a path is told by names and a few bytes, without torch: a mistyped path is an error at once.
+A format is recognized by names and a few bytes, without torch, so a mistyped path fails fast.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tensorferry.checkpoint.storage.names import (
 )
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.safetensors import checksums, index
-from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
-from tensorferry.transfer.plain import open_plain
-from tensorferry.transfer.remote import place
+from tensorferry.safetensors.errors import SNIFFED_NBYTES, wrong_download
+from tensorferry.transfer.python_files import open_python_file
+from tensorferry.transfer.remote import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.assembly import PartsSource
     from tensorferry.checkpoint.tools.findings import Entry, Report
 
-# How torch.save began files before torch 1.6: a pickle of this number.
+# The beginning of files that torch.save wrote before torch 1.6: a pickle of this number.
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-class Found(NamedTuple):
-    """What a place has for `convert`.
+class ConversionSource(NamedTuple):
+    """The contents of a source for `convert`.
 
     Attributes
     ----------
     tensors : dict of str to TensorStorageMetadata
-        Of which parts they are.
+        The tensors, and the parts in which they are stored.
     source : PartsSource
-        Where these lie.
+        Reads the parts.
     others : list of str
-        The names of what is no tensor.
+        The names of objects that are not tensors.
     metadata : dict of str to str
-        What safetensors files say beside their tensors, which names are further ones of a tensor included.
+        The metadata in safetensors headers, which include additional names of tensors.
     """
 
     tensors: dict[str, TensorStorageMetadata]
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names, and whose they are."""
+        """The tensor's name for each additional name."""
         return {
             name: own
             for name, own in self.metadata.items()
@@ -68,46 +68,46 @@ class Found(NamedTuple):
 
 
 class Tools(Protocol):
-    """What the module of a format has; it is imported when one of these is asked for."""
+    """The functions of a format's module, which is imported on first use."""
 
     def verify(
         self, path: str, *, trust_pickle: bool, write_checksums: bool, progress: Listener | None
     ) -> Report:
-        """Verify what lies at a path; see :func:`tensorferry.checkpoint.verify`."""
+        """Verify a path; see :func:`tensorferry.checkpoint.verify`."""
 
     def entries(self, path: str, *, trust_pickle: bool) -> list[Entry]:
-        """Return what is there, by reading as little as possible; see :func:`tensorferry.checkpoint.tools.entries`."""
+        """Return the entries, reading as little as possible; see :func:`tensorferry.checkpoint.tools.entries`."""
 
-    def find(self, path: str, *, trust_pickle: bool) -> Found:
-        """Return what `convert` can read; CheckpointError where it is damaged."""
+    def find_source(self, path: str, *, trust_pickle: bool) -> ConversionSource:
+        """Return the contents for `convert`; CheckpointError if they are damaged."""
 
     def write(
-        self, found: Found, folder: Path, shard_nbytes: int, progress: Listener | None
+        self, found: ConversionSource, folder: Path, shard_nbytes: int, progress: Listener | None
     ) -> Throughput:
-        """Write a folder; only of a format with ``marks``."""
+        """Write a folder; only for a format with ``marks``."""
 
 
 class Format(NamedTuple):
-    """A kind of files: one entry of :data:`FORMATS`.
+    """A file format: one entry of :data:`FORMATS`.
 
     Attributes
     ----------
     name : str
-        As ``convert --to`` has it.
+        The format's name for ``convert --to``.
     module : str
-        The module with its :class:`Tools`, beside this one.
+        The module with its :class:`Tools`, in this package.
     suffixes : tuple of str
-        A regular file whose name ends so is one, perhaps damaged.
+        A regular file with one of these suffixes has this format, even if it is damaged.
     is_file : function of (path, first bytes)
-        Whether another regular file is one; what would be mistaken for one is refused with the reason.
+        Whether another regular file has this format; may raise an error that says what the file is instead.
     is_folder : function of a path, optional
-        Whether a folder has one.
+        Whether a folder has this format.
     marks : tuple of str
-        Readers take a folder for one that has a file whose name ends so. Without them `convert` does not write it.
+        Suffixes of files that make readers recognize a folder. Without them `convert` does not write this format.
     becomes : str
-        What ``convert --to auto`` makes of it.
+        The format to which ``convert --to auto`` converts files of this format.
     keeps_checksums : bool
-        Whether `verify` can write checksums beside it.
+        Whether `verify` can write checksums next to files of this format.
     """
 
     name: str
@@ -121,45 +121,45 @@ class Format(NamedTuple):
 
     @property
     def tools(self) -> Tools:
-        """What can be done with it."""
+        """The module with the format's functions."""
         tools: Any = importlib.import_module(f"{__package__}.{self.module}")
         return tools  # type: ignore[no-any-return]
 
 
 def format_of(path: str) -> Format:
-    """Return the format of what lies at a path.
+    """Return the format of a file or folder.
 
     Raises
     ------
     FileNotFoundError
-        Nothing, or a folder without a checkpoint.
+        The path does not exist, or is a folder without a checkpoint.
     NotACheckpointError
-        A file of another kind, or one of an old format of torch.save, which has no checksums.
+        The path is a file of another kind, or of an old format of torch.save, which has no checksums.
     OSError
-        It cannot be read.
+        The path cannot be read.
     """
     try:
-        mode = place(path).stat().st_mode
+        mode = as_path(path).stat().st_mode
     except FileNotFoundError:
-        link = " but a link that leads nowhere" if place(path).is_symlink() else ""
+        link = " but a broken symbolic link" if as_path(path).is_symlink() else ""
         raise FileNotFoundError(f"there is nothing at {path!r}{link}") from None
     if stat.S_ISDIR(mode):
         for each in FORMATS:
             if each.is_folder(path):
                 return each
-        metadata_files(path)  # says what there is instead
-    name = place(path).name
+        metadata_files(path)  # raises an error that describes the folder's contents
+    name = as_path(path).name
     if name.endswith(index.FILE_SUFFIX + checksums.SUFFIX):
-        raise NotACheckpointError("these are the checksums of a file: give the file", path)
+        raise NotACheckpointError("these are the checksums of a file: pass the file", path)
     if name.endswith(DATA_FILE_SUFFIX) or name == METADATA_NAME or RANK_METADATA.fullmatch(name):
-        raise NotACheckpointError("it is one file of a checkpoint: give the folder", path)
+        raise NotACheckpointError("it is one file of a checkpoint: pass the folder", path)
     if not stat.S_ISREG(mode):
         raise NotACheckpointError("it is neither a file nor a folder", path)
     for each in FORMATS:
         if name.endswith(each.suffixes):
             return each
-    with open_plain(path) as file:
-        head = file.read(LOOKED_AT_NBYTES)
+    with open_python_file(path) as file:
+        head = file.read(SNIFFED_NBYTES)
     return next(each for each in FORMATS if each.is_file(path, head))
 
 
@@ -172,35 +172,35 @@ def _has_metadata(path: str) -> bool:
 
 def _begins_as_safetensors(path: str, head: bytes) -> bool:
     nbytes = int.from_bytes(head[:8], "little")
-    return head[8:9] == b"{" and nbytes + 8 <= place(path).stat().st_size
+    return head[8:9] == b"{" and nbytes + 8 <= as_path(path).stat().st_size
 
 
-def _begins_as_numpys(_path: str, head: bytes) -> bool:
-    """Return whether a file begins as .npy files do, or is a zip archive that begins with one."""
+def _begins_as_numpy(_path: str, head: bytes) -> bool:
+    """Return whether a file begins as .npy files do, or is a zip archive with a .npy file as the first member."""
     first = head[zips.LOCAL_HEADER.size :][: int.from_bytes(head[26:28], "little")]
     return head.startswith(b"\x93NUMPY") or (zips.begins(head) and first.endswith(b".npy"))
 
 
-def _is_torchs(path: str, head: bytes) -> bool:
-    """Return True, or raise NotACheckpointError that says what it is instead: nothing else is left."""
-    with open_plain(path) as file:
-        read, nbytes = zips.reading(file)
+def _is_torch_file(path: str, head: bytes) -> bool:
+    """Return True, or raise NotACheckpointError that says what the file is instead; this is the last format."""
+    with open_python_file(path) as file:
+        read, nbytes = zips.reader_of(file)
         tail = read(max(0, nbytes - zips.END.size), nbytes)
         if _OLD_MAGIC in head[:32]:
             raise NotACheckpointError(
-                "it has the format of torch.save before torch 1.6, which has no checksums: nothing in it can be "
-                "verified, or listed without loading it. What torch.load makes of it can be saved again, by "
-                "tensorferry.checkpoint.save or by torch.save",
+                "it has the format of torch.save before torch 1.6, which has no checksums, so it cannot be verified, "
+                "or listed without loading it (remedy: load it with torch.load, and save it again with "
+                "tensorferry.checkpoint.save or torch.save)",
                 path,
             )
-        if other := something_else(head):
+        if other := wrong_download(head):
             raise NotACheckpointError(other, path)
-        # One of the two may be damaged.
+        # Beginning or end may be damaged: it is enough if one of them is that of an archive.
         if not zips.begins(head) and not zips.ends(tail):
             what = (
                 "it is empty"
                 if nbytes == 0
-                else "it is not a file of torch.save's, NumPy's or safetensors'"
+                else "it is not a file of torch.save, NumPy or safetensors"
             )
             raise NotACheckpointError(what, path)
         try:
@@ -208,15 +208,13 @@ def _is_torchs(path: str, head: bytes) -> bool:
         except (zips.UnknownArchiveError, struct.error):
             names = []
     if any(name.partition(b"/")[2] == b"constants.pkl" for name in names):
-        raise NotACheckpointError(
-            "it is a program of TorchScript's, not a file of torch.save", path
-        )
+        raise NotACheckpointError("it is a TorchScript program, not a file of torch.save", path)
     if b"data.pkl" not in head and not any(name.endswith(b"data.pkl") for name in names):
-        raise NotACheckpointError("it is a zip archive, but none of torch.save's or NumPy's", path)
+        raise NotACheckpointError("it is a zip archive, but not one of torch.save or NumPy", path)
     return True
 
 
-# In the order in which they are asked. Another format is an entry here, and the module that it names.
+# The order in which formats are tried. A new format is an entry here, and its module.
 FORMATS = (
     Format("dcp", "checkpoints", (), lambda *_: False, _has_metadata, (METADATA_NAME,)),
     Format(
@@ -229,6 +227,6 @@ FORMATS = (
         becomes="dcp",
         keeps_checksums=True,
     ),
-    Format("numpy", "numpy_files", (".npy", ".npz"), _begins_as_numpys),
-    Format("torch", "archives", (), _is_torchs),
+    Format("numpy", "numpy_files", (".npy", ".npz"), _begins_as_numpy),
+    Format("torch", "archives", (), _is_torch_file),
 )

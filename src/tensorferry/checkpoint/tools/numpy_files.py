@@ -1,4 +1,4 @@
-"""NumPy's .npy and .npz files: listed by their headers, verified by lengths, and CRC-32s where there are any."""
+"""NumPy's .npy and .npz files: listed by their headers, verified by their lengths, and by CRC-32s in .npz files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tensorferry.checkpoint.progress import Listener
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
 
 
 def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
-    """Verify a file: headers, lengths, and each member's CRC-32; a .npy file has none."""
+    """Verify a file: headers, lengths, and the CRC-32 of each member; a .npy file has none."""
     audit = Audit(path, progress)
     try:
-        with _plain(path), npy.NumpyFile(path) as held:
+        with _checkpoint_errors(path), npy.NumpyFile(path) as held:
             audit.meter.expect(sum(array.nbytes for array in held.values()), 1)
             audit.report.entries = len(held)
             for name, array in held.items():
@@ -40,7 +40,7 @@ def _check(audit: Audit, name: str, array: npy.Array) -> None:
     if place.crc is None:
         audit.report.unverified.append(name or Path(audit.report.path).name)
     try:
-        with _plain(audit.report.path):
+        with _checkpoint_errors(audit.report.path):
             array.check()
         audit.report.nbytes += array.nbytes if place.crc is not None else 0
     except (CheckpointError, OSError) as error:
@@ -49,12 +49,12 @@ def _check(audit: Audit, name: str, array: npy.Array) -> None:
 
 
 def entries(path: str, **_options: object) -> list[Entry]:
-    """Return the arrays of a file in their order; where a compressed member's elements would be, nothing is said."""
-    with _plain(path), npy.NumpyFile(path) as held:
+    """Return the arrays of a file in order; the byte range of a compressed member is empty."""
+    with _checkpoint_errors(path), npy.NumpyFile(path) as held:
         return [_entry(path, array.place) for array in held.values()]
 
 
-def _entry(path: str, place: npy.Place) -> Entry:
+def _entry(path: str, place: npy.StoredArray) -> Entry:
     begin = 0 if place.begin is None else place.begin + place.header_nbytes
     end = 0 if place.begin is None else begin + place.nbytes
     origin = (0,) * len(place.shape)
@@ -63,39 +63,39 @@ def _entry(path: str, place: npy.Place) -> Entry:
     return Entry(name, str(place.dtype), place.shape, place.nbytes, (shard,))
 
 
-def find(path: str, **_options: object) -> Found:
-    """Return what there is to convert; an array of a .npy file has the file's name."""
+def find_source(path: str, **_options: object) -> ConversionSource:
+    """Return the arrays to convert; the array of a .npy file has the file's name."""
     from tensorferry.checkpoint.storage import huggingface
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
     identity = Version.at(path)
     verify(path).require_sound()
     found = {}
-    with _plain(path), npy.NumpyFile(path) as held:
+    with _checkpoint_errors(path), npy.NumpyFile(path) as held:
         places = [array.place for array in held.values()]
     for place in places:
         name, dims = place.name or Path(path).stem, tuple(range(len(place.shape)))
         try:
             if name in found:
-                raise SafetensorError("there are two: one without a name has the file's")
+                raise SafetensorError("there are two: an array without a name gets the file's name")
             if place.begin is None:
                 raise SafetensorError(
-                    "it is compressed, and is not read in parts (remedy: write it with numpy.savez)"
+                    "it is compressed, and cannot be read in parts (remedy: write it with numpy.savez)"
                 )
             if not place.dtype.isnative:
-                raise SafetensorError("its elements are big-endian, which torch cannot hold")
+                raise SafetensorError("its elements are big-endian, which torch does not support")
             dtype = dtypes.torch_dtype(dtypes.of_numpy(place.dtype))
         except SafetensorError as error:
             raise CheckpointError(error.reason, path, names=(name,)) from None
         begin = place.begin + place.header_nbytes
         order = dims[::-1] if place.is_fortran else dims
         found[name] = Payload(begin, place.nbytes, dtype, place.shape, order)
-    return Found(*huggingface.of_payloads(path, found, identity), [])
+    return ConversionSource(*huggingface.from_payloads(path, found, identity), [])
 
 
 @contextlib.contextmanager
-def _plain(path: str) -> Iterator[None]:
+def _checkpoint_errors(path: str) -> Iterator[None]:
     try:
         yield
     except npy.FormatError as error:

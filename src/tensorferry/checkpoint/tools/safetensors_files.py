@@ -1,7 +1,7 @@
-"""Looking into safetensors files without loading them: one, or all of a folder, with what its index says of them.
+"""Inspection of safetensors files without loading them: one file, or all files of a folder, with their index.
 
-A header is checked by the rules of the format. The format has no checksums; data are compared with those that are kept
-beside a file (:mod:`tensorferry.safetensors.checksums`), where there are any. Neither needs torch.
+Headers are checked by the rules of the format. The format has no checksums; data are compared with the checksums that
+are stored next to a file (:mod:`tensorferry.safetensors.checksums`), if there are any. Neither check needs torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tensorferry.safetensors import checksums, header, index, sources
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.parsing import METADATA
-from tensorferry.transfer.remote import Version, place
+from tensorferry.transfer.remote import Version, as_path, source_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.header import Header
     from tensorferry.safetensors.sources import Stored
@@ -53,35 +53,39 @@ def entries(path: str, **_options: object) -> list[Entry]:
     OSError
         A file is missing, or cannot be read.
     CheckpointError
-        A header or an index breaks a rule of the format, or files do not go together.
+        A header or an index violates the format, or the files do not fit together.
     """
     try:
-        held = sources.hold(path, complete=True, problem=_missed(path, sources.fail))
+        held = sources.contents_of(
+            path, complete=True, problem=_inconsistency_handler(path, sources.fail)
+        )
     except SafetensorError as error:
-        raise _plain(error) from None
+        raise _checkpoint_error(error) from None
     return [_entry(shape, parts) for shape, parts in held.tensors.values()]
 
 
-def find(path: str, **_options: object) -> Found:
-    """Return what there is to convert; a file of several is not a model."""
+def find_source(path: str, **_options: object) -> ConversionSource:
+    """Return the tensors to convert; one file of a sharded model is refused."""
     from tensorferry.checkpoint.storage import huggingface
-    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.formats import ConversionSource
 
-    file_name = place(path).name if place(path).is_file() else ""
+    file_name = as_path(path).name if as_path(path).is_file() else ""
     several = index.ONE_OF_SEVERAL.fullmatch(file_name)
     if index.RANKS_FILE.fullmatch(file_name) or (several and int(several[3]) > 1):
-        raise CheckpointError("it is one file of several: give their folder, or the index", path)
-    held = sources.hold(path, complete=True)
-    if any(place(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
+        raise CheckpointError("it is one of several files: pass their folder, or the index", path)
+    held = sources.contents_of(path, complete=True)
+    if any(as_path(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
         verify(path).require_sound()
     tensors, places = huggingface.scan(held.tensors)
     others = [f"{METADATA}.{key}" for key in sorted(held.differing)]
     metadata = {key: text for key, text in held.metadata.items() if key not in held.differing}
-    return Found(tensors, huggingface.PlacedTensors(places), others, metadata)
+    return ConversionSource(tensors, huggingface.LocatedTensors(places), others, metadata)
 
 
-def write(found: Found, folder: Path, shard_nbytes: int, progress: Listener | None) -> Throughput:
-    """Write a model of files of limited size."""
+def write(
+    found: ConversionSource, folder: Path, shard_nbytes: int, progress: Listener | None
+) -> Throughput:
+    """Write a model in files of limited size."""
     from tensorferry.checkpoint.storage import huggingface
     from tensorferry.safetensors import sharded
 
@@ -92,29 +96,29 @@ def write(found: Found, folder: Path, shard_nbytes: int, progress: Listener | No
         model.check_count(len(shards))
         for name, entries in shards.items():
             tensors = {entry.name: found.tensors[entry.name] for entry in entries}
-            huggingface.write_whole(model, name, tensors, found.source, meter.add, found.metadata)
+            huggingface.write_file(model, name, tensors, found.source, meter.add, found.metadata)
             meter.add(0, files=1)
         weights = {entry.name: name for name, entries in shards.items() for entry in entries}
         model.commit(None if len(shards) == 1 else sharded.index_of(weights, nbytes))
     return meter.finish()
 
 
-def _missed(
+def _inconsistency_handler(
     path: str, problem: Callable[[SafetensorError], None]
 ) -> Callable[[SafetensorError], None]:
-    """Return what is told of what does not go together: a file by itself is looked at without others."""
-    return problem if place(path).is_dir() or path.endswith(index.SUFFIX) else lambda _: None
+    """Return the handler of inconsistencies between files; they are ignored for a single file."""
+    return problem if as_path(path).is_dir() or path.endswith(index.SUFFIX) else lambda _: None
 
 
 def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
     name, dtype = parts[0].tensor.name, DTYPES[parts[0].tensor.dtype]
-    # torch counts pairs of F4.
+    # For F4, torch has a dtype of pairs, so its shape would differ: use the format's own name.
     kind = dtype.torch if dtype.torch and dtype.bits >= 8 else dtype.name
     shards = tuple(
         Shard(
             part.offsets or (0,) * len(shape),
             part.tensor.shape,
-            place(part.path).name,
+            as_path(part.path).name,
             part.tensor.begin,
             part.tensor.end,
         )
@@ -129,21 +133,24 @@ class _SafetensorsAudit(Audit):
         self._write = write
 
     def run(self) -> Report:
-        path = place(self.report.path)
+        # An absolute path, like the paths that an index leads to: so the cache of _look() finds each file by one path.
+        path = as_path(source_path(self.report.path))
         files, indexes = index.names_in(path) if path.is_dir() else ([], [])
         inside = [str(path / name) for name in files]
         models = [str(path / name) for name in indexes] if len(indexes) > 1 else [str(path)]
         known = set(inside)
         for model in models:
-            with contextlib.suppress(SafetensorError, OSError):  # which will be found
+            with contextlib.suppress(SafetensorError, OSError):  # contents_of() reports it below
                 known.update(sources.files_of(model).paths)
-        nbytes = sum(place(file).stat().st_size for file in known if place(file).is_file())
+        nbytes = sum(as_path(file).stat().st_size for file in known if as_path(file).is_file())
         self.meter.expect(nbytes, len(known))
         look = functools.cache(self._look)
         for model in models:
-            told = _missed(model, self._damaged)
+            handler = _inconsistency_handler(model, self._damaged)
             try:
-                sources.hold(model, complete=True, together=False, look=look, problem=told)
+                sources.contents_of(
+                    model, complete=True, together=False, look=look, problem=handler
+                )
             except (SafetensorError, OSError) as error:
                 self._damaged(error)
         for file in inside:
@@ -151,6 +158,7 @@ class _SafetensorsAudit(Audit):
         return self.finish()
 
     def _look(self, file: str) -> tuple[Header, Version] | None:
+        """Check a file, add the result to the report, and return the header if it is valid."""
         found = None
         try:
             found = self._check_file(file)
@@ -162,7 +170,7 @@ class _SafetensorsAudit(Audit):
         return None if found is None else (found, Version.at(file))
 
     def _check_file(self, path: str) -> Header | None:
-        """Check a file, and return its header if that is right."""
+        """Check a file's header and data, and return the header if it is valid."""
         with tensorferry.open(path) as file:
             try:
                 found = header.read(file)
@@ -175,7 +183,7 @@ class _SafetensorsAudit(Audit):
                 if self._write and found is not None:
                     self.report.written += checksums.write(path, progress=self.meter.add)
                 else:
-                    self.report.unverified.append(place(path).name)
+                    self.report.unverified.append(as_path(path).name)
                     self.meter.add(file.size)
                 return found
             except (SafetensorError, OSError) as error:
@@ -188,7 +196,7 @@ class _SafetensorsAudit(Audit):
     def _check_data(
         self, file: tensorferry.File, sums: FileChecksums, found: Header | None
     ) -> None:
-        """Compare all chunks of a file, and name the tensors in those that differ."""
+        """Verify all chunks of a file, and name the tensors in those that differ."""
         chunk = sums.chunk_nbytes
         damage: list[tuple[int, int, str]] = []
         for begin, end, crcs in checksums.chunk_crcs(file, sums.nbytes, chunk):
@@ -202,12 +210,12 @@ class _SafetensorsAudit(Audit):
                 if crc == wanted:
                     self.report.nbytes += min(chunk, end - at)
                 else:
-                    damage.append((at, min(at + chunk, end), "it is not what its checksum is of"))
+                    damage.append((at, min(at + chunk, end), "it differs from its checksum"))
         if damage and _header_crc(file, sums) != sums.header_crc32:
-            reason = "its header is not what its checksum is of: it is damaged, or the file was replaced since"
+            reason = "its header differs from its checksum: it is damaged, or the file has been replaced since"
             self.problem(CheckpointError(reason, file.path, begin=0, end=sums.header_nbytes))
-        where = _Places(found)
-        for begin, end, reason in _joined(damage):
+        where = _TensorsByRange(found)
+        for begin, end, reason in _merge_adjacent(damage):
             self.problem(
                 CheckpointError(
                     reason, file.path, names=where.names(begin, end), begin=begin, end=end
@@ -215,11 +223,13 @@ class _SafetensorsAudit(Audit):
             )
 
     def _damaged(self, error: SafetensorError | OSError, path: str = "") -> None:
-        self.problem(_plain(error) if isinstance(error, SafetensorError) else error, path)
+        self.problem(
+            _checkpoint_error(error) if isinstance(error, SafetensorError) else error, path
+        )
 
 
-class _Places:
-    """Which tensors lie where in a file."""
+class _TensorsByRange:
+    """Finds the tensors in a range of a file."""
 
     def __init__(self, found: Header | None) -> None:
         self._tensors = [each for each in found.tensors.values() if each.nbytes] if found else []
@@ -238,8 +248,8 @@ def _header_crc(file: tensorferry.File, sums: FileChecksums) -> int | None:
         return None
 
 
-def _joined(damage: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
-    """Return neighbours with one reason as one."""
+def _merge_adjacent(damage: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+    """Merge adjacent ranges with the same reason."""
     at = 0
     while at < len(damage):
         begin, end, reason = damage[at]
@@ -250,6 +260,6 @@ def _joined(damage: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]
         yield begin, end, reason
 
 
-def _plain(error: SafetensorError) -> CheckpointError:
+def _checkpoint_error(error: SafetensorError) -> CheckpointError:
     names = () if error.name is None else (error.name,)
     return CheckpointError(error.reason, error.path, names=names)

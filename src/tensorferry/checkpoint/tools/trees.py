@@ -1,8 +1,8 @@
-"""The tensors in a pickle of torch.save's, by the names they have in it: read without trust, and nothing is made.
+"""The tensors in a pickle of torch.save, with names made of the keys that lead to them; no objects are created.
 
-Any class or function may be named: it becomes a blank that keeps what it would have been made of, its items and its
-state, so that tensors in a module or an optimizer are found as well. What is stored under several names is found under
-each of them.
+Any class or function may occur in the pickle. A placeholder with the arguments, items and state takes the place of its
+result, so tensors inside modules or optimizers are found as well. A tensor that is stored under several names is found
+under each of them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.zipformat import blobs, pickles
 from tensorferry.checkpoint.zipformat.blobs import PickledTensor
 from tensorferry.checkpoint.zipformat.pickles import (
-    Blank,
-    Maker,
+    Constructor,
     MalformedError,
+    Placeholder,
     RefusedError,
     table,
 )
 
-# Longer than anything real. Names are made of keys that a pickle may repeat at no cost; longer ones are cut.
+# Longer than any real name. Keys cost nothing to repeat in a pickle, so the length must be limited; longer names are
+# cut.
 MAX_NAME = 256
 _MAX_DEPTH, _MAX_NODES = 100, 1_000_000
-# What torch names where it makes tensors again.
+# Prefixes of the functions with which torch rebuilds tensors.
 _TENSOR_MAKERS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+# The classes of plain tensors, and the attributes by which torch marks buffers: a conversion may drop both.
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _OF_BUFFERS = ("persistent", "_is_buffer")
 
@@ -36,29 +38,29 @@ _OF_BUFFERS = ("persistent", "_is_buffer")
 def named_tensors(
     pickled: bytes, path: str, others: list[str] | None = None
 ) -> list[tuple[str, PickledTensor]]:
-    """Return names, such as "model.layers.0.weight", and tensors, in the order in which they are met.
+    """Return the names, such as "model.layers.0.weight", and tensors of a pickle, in traversal order.
 
     Parameters
     ----------
     pickled : bytes
         The pickle.
     path : str
-        What the file is called in messages.
+        The file's name for messages.
     others : list of str, optional
-        Gets the names of what is neither a tensor nor a dict, list or tuple with something in it.
+        Receives the names of objects other than tensors and non-empty dicts, lists and tuples.
 
     Raises
     ------
     CheckpointError
-        It is no pickle of torch.save's, or describes more than a million tensors. Where ``others`` are wanted: it has
-        tensors of a kind that is not known, or deeper than is looked into.
+        The data are not a pickle of torch.save, or describe more than a million tensors. With ``others`` also: a tensor
+        is of an unknown kind, or the containers are nested too deeply.
     """
     try:
         root, _ = pickles.loads(pickled, _NAMES, blobs.storage_of)
     except (MalformedError, RefusedError) as error:
         raise CheckpointError(f"its pickle cannot be read ({error})", path) from None
     found: list[tuple[str, PickledTensor]] = []
-    # What the present value is in: containers may hold each other, or themselves.
+    # The containers around the current value: containers may contain each other, or themselves.
     above: list[int] = []
     todo = [("", root, 0)]
     count = 0
@@ -71,13 +73,13 @@ def named_tensors(
             found.append((name or _ROOT, value))
             continue
         del above[depth:]
-        is_told = id(value) not in above and depth < _MAX_DEPTH
+        is_traversed = id(value) not in above and depth < _MAX_DEPTH
         if others is not None:
-            others += _lost(name, value, depth, path, is_told=is_told)
-        if is_told:
+            others += _lost_names(name, value, depth, path, is_traversed=is_traversed)
+        if is_traversed:
             above.append(id(value))
             children = [
-                (_joined(name, key), child, depth + 1)
+                (_join_name(name, key), child, depth + 1)
                 for key, child in _items(value)
                 if type(child) in _LOOKED_INTO
             ]
@@ -85,36 +87,40 @@ def named_tensors(
     return found
 
 
-_LOOKED_INTO = {PickledTensor, dict, list, tuple, deque, Blank}
+_LOOKED_INTO = {PickledTensor, dict, list, tuple, deque, Placeholder}
 _ROOT = "(itself)"
-_NOTHING = object()  # instead of a key: adds nothing to a name
+_NOTHING = object()  # a key that adds nothing to a name
 
 
 def _items(value: Any) -> Any:
-    """Return keys and values of a container."""
+    """Return the keys and values of a container."""
     if type(value) is dict:
         return value.items()
-    if type(value) is Blank:
+    if type(value) is Placeholder:
         return ((_NOTHING, each) for each in value.inside)
     return enumerate(value) if type(value) in _LOOKED_INTO else ()
 
 
-def _lost(name: str, value: Any, depth: int, path: str, *, is_told: bool) -> list[str]:
-    """Return the names of what tensors alone would not tell of a container."""
+def _lost_names(name: str, value: Any, depth: int, path: str, *, is_traversed: bool) -> list[str]:
+    """Return the names of objects in a container that would be lost if only tensors were kept."""
     if depth >= _MAX_DEPTH:
-        reason = f"it is in more than {_MAX_DEPTH} containers, and what is in it would be lost"
+        reason = (
+            f"it is nested in more than {_MAX_DEPTH} containers, and its contents would be lost"
+        )
         raise CheckpointError(reason, path, names=(name,))
-    if type(value) is Blank and value.called.startswith(_TENSOR_MAKERS):
-        reason = f"it is a kind of tensor that is not known here (made by {value.called})"
+    if type(value) is Placeholder and value.called.startswith(_TENSOR_MAKERS):
+        reason = f"it is an unknown kind of tensor (created by {value.called})"
         raise CheckpointError(reason, path, names=(name or _ROOT,))
-    if type(value) not in _LOOKED_INTO or type(value) is Blank or not is_told:
+    if type(value) not in _LOOKED_INTO or type(value) is Placeholder or not is_traversed:
         return [name or _ROOT]
     if not value and depth:
         return [name]
-    return [_joined(name, key) for key, child in _items(value) if type(child) not in _LOOKED_INTO]
+    return [
+        _join_name(name, key) for key, child in _items(value) if type(child) not in _LOOKED_INTO
+    ]
 
 
-def _joined(name: str, key: Any) -> str:
+def _join_name(name: str, key: Any) -> str:
     if key is _NOTHING:
         return name
     known = type(key) is str or (type(key) is int and abs(key) < 1 << 64)
@@ -123,61 +129,76 @@ def _joined(name: str, key: Any) -> str:
     return whole if len(whole) <= MAX_NAME else f"{whole[: MAX_NAME - 1]}…"
 
 
-def _blank(*arguments: Any, called: str = "") -> Blank:
-    made = Blank()
-    made.inside, made.called = list(arguments), called
-    return made
+def _placeholder(*arguments: Any, called: str = "") -> Placeholder:
+    instance = Placeholder()
+    instance.inside, instance.called = list(arguments), called
+    return instance
 
 
-def _with(made: Any, *more: Any) -> Any:
-    """Return a tensor, or where there is more to it a blank that has both."""
+def _with_parts(instance: Any, *more: Any) -> Any:
+    """Return ``instance`` if it is a tensor without more parts, otherwise a placeholder for it and its parts."""
     more = tuple(each for each in more if each)
-    return _blank(made, *more) if more or type(made) is not PickledTensor else made
+    return (
+        _placeholder(instance, *more) if more or type(instance) is not PickledTensor else instance
+    )
 
 
 def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
-    return _with(data, hooks, state)
+    return _with_parts(data, hooks, state)
 
 
 def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Stand for _rebuild_from_type_v2, which makes subclasses of tensors, and tensors with attributes."""
-    if type(function) is not Maker or type(arguments) is not tuple or type(kind) is not Maker:
-        raise MalformedError("a tensor made by what cannot be called")
+    """Replace _rebuild_from_type_v2, which creates subclasses of tensors, and tensors with attributes."""
+    if (
+        type(function) is not Constructor
+        or type(arguments) is not tuple
+        or type(kind) is not Constructor
+    ):
+        raise MalformedError("a tensor created by an object that cannot be called")
     if type(state) is dict:
         state = {key: value for key, value in state.items() if key not in _OF_BUFFERS}
-    return _with(function.make(*arguments), state, None if kind.name in _PLAIN else [kind])
+    return _with_parts(function.make(*arguments), state, None if kind.name in _PLAIN else [kind])
 
 
-class _TreeNames(dict[str, Maker]):
-    """Every name there may be."""
+class _TreeNames(dict[str, Constructor]):
+    """A table that has a constructor for every name."""
 
     def get(self, name: str, default: Any = None) -> Any:
         if isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype):
-            return default  # the machine has them
-        return self[name] if name in self else Maker(name, functools.partial(_blank, called=name))
+            return default  # the unpickler resolves dtypes without this table
+        return (
+            self[name]
+            if name in self
+            else Constructor(name, functools.partial(_placeholder, called=name))
+        )
 
 
 def _dict(*arguments: Any) -> Any:
-    """Stand for dicts that are made empty: OrderedDict, and defaultdict of something."""
-    return _blank(*arguments) if arguments and type(arguments[0]) is not Maker else {}
+    """Replace dicts that are created empty: OrderedDict, and a defaultdict with a factory."""
+    return _placeholder(*arguments) if arguments and type(arguments[0]) is not Constructor else {}
 
 
-def _attributes(made: dict[Any, Any], state: Any) -> None:
-    """Take the attributes of a module's state_dict(); others are kept under a key that no name has."""
+def _attributes(instance: dict[Any, Any], state: Any) -> None:
+    """Ignore ``_metadata``, the attribute of a module's state_dict(); keep other attributes as an item of the dict.
+
+    The item's key is a placeholder, which names show as "?".
+    """
     if type(state) is not dict or state.keys() - {"_metadata"}:
-        made[_blank()] = state
+        instance[_placeholder()] = state
 
 
 _NAMES = _TreeNames(
     table(
         [
-            *blobs.tensor_makers(lambda made, _grad, *more: _with(made, *more)),
-            Maker("torch._utils._rebuild_parameter", _parameter),
-            Maker("torch._utils._rebuild_parameter_with_state", _parameter),
-            Maker("torch._tensor._rebuild_from_type_v2", _of_type),
-            Maker("collections.OrderedDict", _dict, _attributes, dict),
-            Maker("collections.defaultdict", _dict),
-            Maker("", _blank, lambda made, state: made.inside.append(state), Blank),
+            *blobs.tensor_constructors(lambda instance, _grad, *more: _with_parts(instance, *more)),
+            Constructor("torch._utils._rebuild_parameter", _parameter),
+            Constructor("torch._utils._rebuild_parameter_with_state", _parameter),
+            Constructor("torch._tensor._rebuild_from_type_v2", _of_type),
+            Constructor("collections.OrderedDict", _dict, _attributes, dict),
+            Constructor("collections.defaultdict", _dict),
+            Constructor(
+                "", _placeholder, lambda instance, state: instance.inside.append(state), Placeholder
+            ),
         ]
     )
 )

@@ -1,1 +1,1 @@
-"""The bytes of both formats, once: archives, pickles, and where in them a tensor's bytes lie."""
+"""The bytes that both kinds of checkpoints share: archives, pickles, and the location of a tensor's bytes in them."""

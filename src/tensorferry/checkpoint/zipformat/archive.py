@@ -1,13 +1,13 @@
-"""What torch.save writes around payloads: bytes that torch itself makes, with the checksums filled in later.
+"""The bytes that torch.save writes around payloads: torch itself creates them, and checksums are filled in later.
 
-torch.save writes a zip archive in which payloads (the storages' bytes) are stored as they are. Nothing before a
-payload depends on its bytes. What depends on them is their CRC-32: in the record's descriptor right behind the
-payload, in the central directory at the end of the archive, and in the record `.data/serialization_id`, half of which
-is a hash of the CRC-32s of all records, and which has a CRC-32 of its own.
+torch.save writes a zip archive in which payloads (the storages' bytes) are uncompressed. No byte before a payload
+depends on its contents. Three places after it depend on its CRC-32: the record's descriptor, directly after the
+payload; the central directory, at the end of the archive; and the record `.data/serialization_id`, half of which is a
+hash of the CRC-32s of all records, and which has its own CRC-32.
 
-So torch is asked once, with `torch.serialization.skip_data`, for an archive without payloads, and the places of those
-numbers in it are found. That they are what is said here is checked on each archive: where torch wrote other numbers
-than it would have to, the archive is refused, and the caller saves by torch itself.
+So torch first writes an archive without payloads (`torch.serialization.skip_data`), and this module finds the places of
+these numbers in it. The module checks the structure of every archive: if torch wrote other numbers than expected, the
+archive is refused, and the caller saves with torch alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# An archive takes about 1.6 KB beside the payload. More than this only where a tensor has dozens of dimensions.
+# An archive has about 1.6 KB in addition to the payload; only tensors with dozens of dimensions need more than 4 KiB.
 MAX_OVERHEAD_NBYTES = 4096
 
 _CRC = struct.Struct("<L")
@@ -47,20 +47,19 @@ class Archive:
     Attributes
     ----------
     pieces : tuple of bytes
-        ``pieces[k]`` stands before payload k, the last one behind the last payload; CRC-32s of payloads are not in
-        them yet.
+        ``pieces[k]`` precedes payload k, the last piece follows the last payload. The CRC-32s of payloads are missing.
     payload_nbytes : tuple of int
         The payloads' sizes.
     payload_keys: tuple of str
-        What the pickle calls the payloads' storages: torch before 2.7 writes them in the order of these as text.
+        The names of the payloads' storages in the pickle; torch before 2.7 orders payloads by these names as text.
     """
 
     pieces: tuple[bytes, ...]
     payload_nbytes: tuple[int, ...]
     payload_keys: tuple[str, ...]
-    _descriptors: tuple[int, ...]  # where in pieces[k + 1] the CRC-32 of payload k stands
-    _entries: tuple[int, ...]  # where in the last piece it stands again
-    _crcs: tuple[int | None, ...]  # of all records that the id is made of; None: the next payload's
+    _descriptors: tuple[int, ...]  # the offset of payload k's CRC-32 in pieces[k + 1]
+    _entries: tuple[int, ...]  # the offset of payload k's CRC-32 in the last piece
+    _crcs: tuple[int | None, ...]  # of all records in the id, in order; None for each payload
     _id: _Identity | None
 
     @property
@@ -69,7 +68,7 @@ class Archive:
         return sum(map(len, self.pieces)) + sum(self.payload_nbytes)
 
     def fields(self, index: int, segments: Sequence[int]) -> list[Field]:
-        """Return what is to be put into ``pieces[index]``; payloads are those segments of the stream."""
+        """Return the checksum fields of ``pieces[index]``; ``segments`` are the numbers of the payloads' segments."""
         if index == 0:
             return []
         fields = [Field("segment", self._descriptors[index - 1], segment=segments[index - 1])]
@@ -79,6 +78,7 @@ class Archive:
                 for position, segment in zip(self._entries, segments, strict=True)
             ]
             if self._id is not None:
+                # A Field interprets ~number as the CRC-32 of the segment with that number.
                 payloads = iter(segments)
                 crcs = [~next(payloads) if crc is None else crc for crc in self._crcs]
                 fields += self._id.fields(crcs)
@@ -87,7 +87,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class _Identity:
-    """Where in the last piece the serialization id and its two CRC-32s stand."""
+    """The offsets of the serialization id and its two CRC-32s in the last piece."""
 
     content: int
     descriptor: int
@@ -103,12 +103,12 @@ class _Identity:
 
 
 def archive_of(obj: Any, pickle_module: Any = pickle) -> Archive:
-    """Return the archive that torch.save would write, without the payloads.
+    """Return the archive that torch.save would write for an object, without the payloads.
 
     Raises
     ------
     UnknownArchiveError
-        This torch cannot leave payloads out, or writes archives in another way than is known here.
+        This torch cannot leave out payloads, or writes archives in an unknown way.
     """
     skip_data = getattr(torch.serialization, "skip_data", None)
     if skip_data is None:  # torch 2.4
@@ -120,7 +120,7 @@ def archive_of(obj: Any, pickle_module: Any = pickle) -> Archive:
 
 
 def tensor_archive(dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Archive:
-    """Return the archive of a plain dense CPU tensor, which has one payload of all its elements in memory order.
+    """Return the archive of a plain dense CPU tensor, with one payload of all elements in memory order.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def tensor_archive(dtype: torch.dtype, size: Sequence[int], stride: Sequence[int
 def _tensor_archive(
     dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], _made_with: object
 ) -> Archive:
-    # Memory that is never touched takes none.
+    # The elements are never accessed, so they use no physical memory.
     archive = archive_of(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
     if archive.payload_nbytes != (math.prod(size) * dtype.itemsize,):
         raise UnknownArchiveError(f"payloads of {archive.payload_nbytes} bytes")
@@ -142,7 +142,7 @@ def _tensor_archive(
 
 
 def _settings() -> object:
-    """Return what else an archive depends on."""
+    """Return the settings of torch that affect archives, as a cache key."""
     try:
         from torch.utils.serialization import config
     except ImportError:  # before torch 2.7
@@ -151,9 +151,9 @@ def _settings() -> object:
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the bytes of a tensor that :func:`tensor_archive` describes, in memory order; None if it is not one.
+    """Return the bytes of a tensor in memory order, if :func:`tensor_archive` supports the tensor; otherwise None.
 
-    It may be on a GPU: its archive is that of the same tensor in host memory, which is what torch saves.
+    The tensor may be on a GPU: torch saves it like the same tensor in host memory.
     """
     if (
         type(tensor) is not torch.Tensor
@@ -173,12 +173,12 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a storage's bytes, where they are."""
+    """Return a storage's bytes as a tensor on the same device."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Sink(io.RawIOBase):
-    """The file that torch.save writes to: it keeps bytes, and sizes of what is left out."""
+    """The file that torch.save writes to: it collects the bytes, and the sizes of omitted payloads."""
 
     def __init__(self) -> None:
         self._pieces = [bytearray()]
@@ -198,11 +198,11 @@ class _Sink(io.RawIOBase):
         return 0
 
     def archive(self) -> Archive:
-        """Find the numbers that depend on payloads."""
+        """Locate the numbers that depend on payloads, and return the archive."""
         try:
             return _parse(self._pieces, self._gaps)
         except (struct.error, IndexError, ValueError) as error:
-            raise UnknownArchiveError(f"no archive: {error}") from error
+            raise UnknownArchiveError(f"not an archive: {error}") from error
 
 
 def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
@@ -213,10 +213,10 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
     last, last_start = pieces[-1], starts[-1]
 
     def find(position: int, nbytes: int) -> tuple[int, int]:
-        """Return the piece in which bytes of the archive lie, and where in it."""
+        """Return the piece that contains a range of the archive, and the offset in it."""
         index = bisect.bisect_right(starts, position) - 1
         if position + nbytes > starts[index] + len(pieces[index]):
-            raise UnknownArchiveError("bytes that should be there are left out")
+            raise UnknownArchiveError("a structure extends into an omitted payload")
         return index, position - starts[index]
 
     descriptors: list[int] = []
@@ -226,13 +226,13 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
     written: list[int] = []
     identity: _Identity | None = None
     for record in zips.last_entries(last, last_start):
-        if record.nbytes == 0:  # it has no descriptor, and no part in the id
+        if record.nbytes == 0:  # empty records have no descriptor, and are not part of the id
             continue
         index, position = find(record.header, zips.LOCAL_HEADER.size)
         data = record.header + zips.local_header(pieces[index], position)[1]
         descriptor_piece, descriptor = find(data + record.nbytes, 8)
         if not zips.is_descriptor(pieces[descriptor_piece][descriptor : descriptor + 4]):
-            raise UnknownArchiveError("a record without a descriptor")
+            raise UnknownArchiveError("a record has no descriptor")
         descriptor += zips.DESCRIPTOR_CRC
         entry = record.at + zips.ENTRY_CRC
         if record.name.endswith(b"/.data/serialization_id"):
@@ -240,12 +240,12 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
             if content_piece != len(pieces) - 1 or record.nbytes != 2 * _DIGITS:
                 raise UnknownArchiveError("an unknown serialization id")
             identity = _Identity(content, descriptor, entry)
-            break  # it is the last record, and no part of itself
+            break  # the last record, which is not part of its own hash
         written.append(record.crc)
         payload = payloads.get(data)
         if payload is not None:
             if payload != len(entries) or gaps[payload] != record.nbytes:
-                raise UnknownArchiveError("payloads in another order than their records")
+                raise UnknownArchiveError("payloads and records differ in order")
             descriptors.append(descriptor)
             entries.append(entry)
             keys.append(record.name.decode().partition("/data/")[2])
@@ -254,13 +254,13 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
         content_piece, content = find(data, record.nbytes)
         crc = crc32(pieces[content_piece][content : content + record.nbytes])
         if record.crc not in (crc, 0):
-            raise UnknownArchiveError("a checksum that is not its record's")
-        # Where torch was told to leave them out (compute_crc32) they are put in: they cost nothing here.
+            raise UnknownArchiveError("a checksum does not match its record")
+        # Fill in checksums that torch has left out (compute_crc32 off), as they cost nothing here.
         _CRC.pack_into(pieces[descriptor_piece], descriptor, crc)
         _CRC.pack_into(last, entry, crc)
         crcs.append(crc)
     if len(entries) != len(gaps):
-        raise UnknownArchiveError("a payload that is no record")
+        raise UnknownArchiveError("a payload has no record")
     if identity is not None:
         digits = last[identity.content + _DIGITS : identity.content + 2 * _DIGITS]
         if int(digits) != _hash(written):

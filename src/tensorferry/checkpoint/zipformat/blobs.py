@@ -1,8 +1,8 @@
-"""Looking into blobs that do not say where their payload lies: what torch.save(tensor) wrote.
+"""Locating the payload in a blob that torch.save(tensor) wrote, where the metadata does not have its location.
 
-The zip directory at the end and the pickle at the beginning say where the elements are and in what order; the payload
-between them is not touched. The pickle is read by an unpickler that makes nothing but descriptions. What is not as
-torch writes dense tensors is left to torch.load.
+The zip directory at the end and the pickle at the beginning give the location and order of the elements; the payload
+between them is not read. The pickle is read by an unpickler that only creates descriptions. Blobs that differ from
+those of dense tensors are left to torch.load.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import torch
 from tensorferry._core import crc32
 from tensorferry.base.ranges import memory_order
 from tensorferry.checkpoint.zipformat import pickles, zips
-from tensorferry.checkpoint.zipformat.pickles import Maker, MalformedError, RefusedError, table
+from tensorferry.checkpoint.zipformat.pickles import (
+    Constructor,
+    MalformedError,
+    RefusedError,
+    table,
+)
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The pickle comes first and the directory last; each takes some hundred bytes.
+# The pickle is at the beginning and the directory at the end; each has some hundred bytes.
 HEAD_NBYTES = TAIL_NBYTES = 4096
 
 
+# The dtype of each storage class that a pickle may name.
 STORAGES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -50,17 +56,17 @@ class Payload(NamedTuple):
     Attributes
     ----------
     begin, nbytes : int
-        Where they lie.
+        The byte range of the elements.
     dtype : torch.dtype
-        What they are.
+        The dtype of the elements.
     sizes : tuple of int
         The tensor's size.
     order : tuple of int
-        The order of its dimensions in which it is in C order.
+        The order of dimensions in which the elements are in C order.
     crc : int or None
-        The CRC-32 of these bytes that the zip directory has; None if it has none.
+        The CRC-32 of these bytes in the zip directory; None if there is none.
     conj, neg : bool
-        Whether the tensor is the conjugate of these elements, and whether it is their negative.
+        Whether the tensor's values are the conjugate of these elements, and whether they are their negative.
     """
 
     begin: int
@@ -74,12 +80,12 @@ class Payload(NamedTuple):
 
     @property
     def ordered_sizes(self) -> tuple[int, ...]:
-        """Its sizes in that order."""
+        """The tensor's sizes in the order of dimensions of :attr:`order`."""
         return tuple(self.sizes[dim] for dim in self.order)
 
 
 def parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
-    """Return where in a blob of ``nbytes`` bytes the elements lie; None if it is not what is known here."""
+    """Return the location of the elements in a blob of ``nbytes`` bytes; None for an unknown kind of blob."""
     try:
         return _parse(head, tail, nbytes)
     except (UnknownArchiveError, RefusedError, MalformedError, ArithmeticError):
@@ -89,14 +95,14 @@ def parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
 
 
 class Verdict(NamedTuple):
-    """What a look at the checksums in a blob has shown.
+    """The result of verifying a blob by its own checksums.
 
     Attributes
     ----------
     problem : str or None
-        What is wrong with it.
+        A description of the damage, or None.
     verified : bool
-        Whether all of it could be verified.
+        Whether all bytes could be verified.
     """
 
     problem: str | None
@@ -104,7 +110,7 @@ class Verdict(NamedTuple):
 
 
 def examine(stream: IO[bytes]) -> Verdict:
-    """Do as :func:`examine_range` with what a file has."""
+    """Verify the contents of a file object; see :func:`examine_range`."""
     nbytes = stream.seek(0, io.SEEK_END)
 
     def read(begin: int, end: int) -> bytes:
@@ -117,19 +123,19 @@ def examine(stream: IO[bytes]) -> Verdict:
 def examine_range(
     nbytes: int, read: Callable[[int, int], bytes], crc_of: Callable[[int, int], int]
 ) -> Verdict:
-    """Verify a blob by its own checksums, if it is a zip archive, as what torch.save writes is.
+    """Verify a blob by its own checksums, if it is a zip archive as torch.save writes them.
+
+    Every byte that torch.load uses is checked: values that occur twice in the archive are compared, and records must
+    fill the archive without gaps.
 
     Parameters
     ----------
     nbytes : int
-        Its size.
+        The blob's size.
     read, crc_of : function of (begin, end)
-        Return bytes of it, or their CRC-32.
-
-    Nothing that torch.load goes by is without a check: all that stands in the archive twice is compared, and records
-    fill it without gaps.
+        Return bytes of the blob, or their CRC-32.
     """
-    # One of the two may be damaged.
+    # Beginning or end may be damaged: it is enough if one of them is that of an archive.
     if not zips.begins(read(0, 4)) and not zips.ends(read(max(0, nbytes - zips.END.size), nbytes)):
         return Verdict(None, False)
     try:
@@ -152,7 +158,7 @@ def examine_range(
 
 
 class PickledTensor(NamedTuple):
-    """What a pickle says of a tensor: its storage, as :func:`storage_of` has it, and a place in it, in elements.
+    """A tensor's description in a pickle: its storage, as :func:`storage_of` returns it, and its layout in elements.
 
     ``conj`` and ``neg`` are as for :class:`Payload`.
     """
@@ -175,14 +181,14 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
         found, header_nbytes, _ = zips.local_header(head, record.header)
         begin = record.header + header_nbytes
         if found[: len(record.name)] != record.name or begin + record.nbytes > nbytes:
-            raise UnknownArchiveError("a record that is not where the directory says")
+            raise UnknownArchiveError("a record is not where the directory says")
         return begin, record.nbytes, record.crc
 
     def small(name: str) -> bytes:
         begin, count, crc = data_of(name)
         data = head[begin : begin + count]
         if begin + count > len(head) or crc32(data) != crc != 0:
-            raise UnknownArchiveError("a record beyond the head, or damaged")
+            raise UnknownArchiveError("a record is damaged, or not in the head")
         return data
 
     if "byteorder" in by_name and small("byteorder") != b"little":
@@ -210,20 +216,22 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
 
 
 def storage_of(identity: Any) -> Any:
-    """Return ("storage", dtype, key, device, count) for what a pickle says of a storage."""
+    """Return ("storage", dtype, key, device, count) for a storage's persistent id in a pickle."""
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise MalformedError("an unknown persistent object")
-    if type(identity[2]) is not str:  # tuples of the same tuple have no end as text
-        raise MalformedError("a storage that is not named by text")
+    if type(identity[2]) is not str:  # formatting nested tuples as text could need unlimited memory
+        raise MalformedError("a storage with a name that is not text")
     _, kind, *rest = identity
-    return ("storage", STORAGES.get(kind.name) if type(kind) is Maker else None, *rest)
+    return ("storage", STORAGES.get(kind.name) if type(kind) is Constructor else None, *rest)
 
 
-def tensor_makers(finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], Any]) -> list[Maker]:
-    """Return what stands for the functions by which torch makes tensors again.
+def tensor_constructors(
+    finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], Any],
+) -> list[Constructor]:
+    """Return the constructors for the functions with which torch rebuilds tensors.
 
-    ``finish`` is called with a tensor as the pickle describes it, checked, whether it is to have a gradient, its hooks,
-    and what else is said of it.
+    ``finish`` is called with the checked description of a tensor, its requires_grad, its hooks, and any other
+    attributes.
     """
 
     def tensor_v3(
@@ -241,7 +249,7 @@ def tensor_makers(finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], An
             or len(storage) != 5
             or not (bits is None or type(bits) is dict)
         ):
-            raise MalformedError("a tensor without a storage, or with what is not known of it")
+            raise MalformedError("a tensor without a storage, or with unknown attributes")
         dtype = storage[1] if dtype is None else dtype
         counts = (storage[4], offset, *sizes, *strides)
         if (
@@ -271,8 +279,8 @@ def tensor_makers(finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], An
         return tensor_v3(storage, offset, sizes, strides, grad, hooks, None, bits)
 
     return [
-        Maker("torch._utils._rebuild_tensor_v2", tensor_v2),
-        Maker("torch._utils._rebuild_tensor_v3", tensor_v3),
+        Constructor("torch._utils._rebuild_tensor_v2", tensor_v2),
+        Constructor("torch._utils._rebuild_tensor_v3", tensor_v3),
     ]
 
 
@@ -282,14 +290,14 @@ def _plain(tensor: PickledTensor, _grad: Any, hooks: Any, more: dict[Any, Any]) 
     return tensor
 
 
-def _nothing(*_arguments: Any) -> Any:
-    raise MalformedError("a storage made by the pickle")
+def _refuse_call(*_arguments: Any) -> Any:
+    raise MalformedError("a storage created by the pickle")
 
 
 DESCRIPTIONS = table(
     [
-        *tensor_makers(_plain),
-        Maker("collections.OrderedDict", lambda *_: {}),
-        *(Maker(name, _nothing) for name in STORAGES),
+        *tensor_constructors(_plain),
+        Constructor("collections.OrderedDict", lambda *_: {}),
+        *(Constructor(name, _refuse_call) for name in STORAGES),
     ]
 )

@@ -1,9 +1,9 @@
-"""A pickle read without trust: a small machine that makes plain values, and what a table says of each name in it.
+"""A safe unpickler: a small pickle machine that creates only plain values, and resolves names by a table.
 
-Python's unpicklers look a name up, call it, and set attributes of whatever there is. Here a name becomes a
-:class:`Maker`, which only this machine can use, so that nothing of the process is ever in the hands of a pickle.
-Nothing takes more memory or time than the pickle is long: the memo is a dict, memory is taken for bytes that are
-there, and what is hashed is small.
+Python's unpicklers look a name up, call it, and set attributes of any object. Here a name becomes a
+:class:`Constructor`, which only this machine can call, so a pickle never gets access to objects of the process. Memory
+and time are proportional to the length of the pickle: the memo is a dict, memory is only allocated for bytes that are
+present, and hashed values are small.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 _WORD = struct.Struct("<I").unpack_from
 _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
-# In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
-# frozensets are compared so.
+# The limit for the nodes of a dict key. Nested tuples are hashed recursively and repeatedly, without a depth limit, and
+# nested frozensets are compared in the same way.
 _MAX_KEY_NODES = 256
+# Types that a dict key may consist of, as they are hashed quickly and without running code. A frozenset is traversed.
 _PLAIN = frozenset(
     [
         *(str, bytes, int, float, bool, complex, type(None), frozenset, range),
@@ -41,7 +42,7 @@ _PLAIN = frozenset(
     ]
 )
 _PLAIN_KEYS = _PLAIN - {frozenset}
-_OF_DAMAGE = (
+_MALFORMED = (
     *(LookupError, struct.error, TypeError, AttributeError),
     *(ValueError, ArithmeticError, RuntimeError, MemoryError),
 )
@@ -49,26 +50,33 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
 class RefusedError(Exception):
-    """A class or function that is in no table."""
+    """A pickle has something that is not created without trust, such as a class or function that is not in the table.
+
+    The message names the refused thing, and callers put it after "it contains".
+    """
 
 
 class MalformedError(Exception):
-    """No pickle, or one that what it names does not have."""
+    """The data are not a pickle, or are invalid for an object that the pickle names.
+
+    The message names the invalid thing.
+    """
 
 
-class Maker:
-    """What stands for a class or function.
+class Constructor:
+    """Represents a class or function that a pickle names.
 
     Parameters
     ----------
     name : str
-        Its full name.
+        The full name of the class or function.
     make : function
-        Makes what it would make; called with what the pickle gives it, of any type.
-    build : function of (what was made, a state), optional
-        Takes a state, as ``__setstate__`` does.
+        Creates an object in place of the class or function; called with the pickle's arguments, which may have any
+        type.
+    build : function of (object, state), optional
+        Sets the state of an object, as ``__setstate__`` does.
     kind : type, optional
-        What is made, where there is such a function.
+        The type of the objects, required with ``build``.
     """
 
     __slots__ = ("build", "kind", "make", "name")
@@ -86,45 +94,45 @@ class Maker:
         self.kind = kind
 
     def __call__(self, *arguments: Any) -> Any:
-        """Make something, for Python's unpickler."""
+        """Create an object, for Python's unpickler."""
         return self.make(*arguments)
 
     def __reduce__(self) -> Any:
         raise RefusedError(self.name)
 
 
-def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Maker:
-    """Return what makes instances of a plain class, that have only what is in their state."""
+def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Constructor:
+    """Return a constructor for a plain class; instances have only the attributes in their state."""
     new = object.__new__
 
     def make(*arguments: Any) -> Any:
         if arguments:
-            raise MalformedError(f"a {kind.__name__} made of arguments")
+            raise MalformedError(f"a {kind.__name__} with arguments")
         return new(kind)
 
-    return Maker(name, make, build or update, kind)
+    return Constructor(name, make, build or update, kind)
 
 
 def empty(kind: type) -> Callable[..., Any]:
-    """Return what makes containers that are filled later."""
+    """Return a function that creates an empty container."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
-            raise MalformedError(f"a {kind.__name__} made of arguments")
+            raise MalformedError(f"a {kind.__name__} with arguments")
         return kind()
 
     return make
 
 
-def table(makers: list[Maker]) -> dict[str, Maker]:
-    """Return them by name."""
+def table(makers: list[Constructor]) -> dict[str, Constructor]:
+    """Return constructors by name."""
     return {maker.name: maker for maker in makers}
 
 
 def find(
     names: Mapping[str, Any], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return what stands for a name, or one of torch's constants, or what is trusted itself."""
+    """Return the constructor for a name, one of torch's constants, or a trusted object itself."""
     full_name = f"{text(module)}.{text(name)}"
     maker = names.get(full_name)
     if maker is not None:
@@ -140,7 +148,7 @@ def find(
 
 def loads(
     data: bytes,
-    names: Mapping[str, Maker],
+    names: Mapping[str, Constructor],
     persistent: Callable[[Any], Any] | None = None,
     older: Mapping[str, str] | None = None,
     begin: int = 0,
@@ -151,66 +159,66 @@ def loads(
     Parameters
     ----------
     data : bytes
-        It, and anything behind it.
-    names : mapping of str to Maker
-        What it may name.
+        The pickle, possibly with other bytes around it.
+    names : mapping of str to Constructor
+        The names that may occur in it.
     persistent : function of an identity, optional
-        Makes what lies outside of the pickle.
+        Returns the object outside the pickle, such as a storage, that a persistent id refers to.
     older : mapping of str to str, optional
-        Modules that had other names.
+        The current names of modules that had other names.
     begin : int
-        Where it begins.
+        The offset of the pickle.
     trusted : mapping of str to object, optional
-        Classes and functions that it may name and call as they are, because the program said so.
+        Classes and functions that the pickle may use directly, because the program has declared them safe.
 
     Returns
     -------
     object, int
-        What it holds, and where it ends.
+        The object, and the end of the pickle.
 
     Raises
     ------
     RefusedError
-        It names something else.
+        The pickle contains a name that is not in ``names``.
     MalformedError
-        It is no pickle.
+        The data are not a valid pickle.
     """
     try:
         return _run(data, names, persistent, older or {}, begin, trusted or {})
     except (RefusedError, MalformedError):
         raise
-    except _OF_DAMAGE as error:
+    except _MALFORMED as error:
         raise MalformedError(f"{type(error).__name__}: {error}") from None
 
 
 def loads_records(data: bytes, known: Mapping[str, Any]) -> tuple[Any, int] | None:
-    """Read a pickle of records by Python's own unpickler, if nothing in it asks for more care.
+    """Read a pickle of records by Python's own unpickler, if nothing in the pickle requires :func:`loads`.
 
-    That unpickler takes a sixth of the time. What it might do wrong with a pickle, ``csrc/pickle/screen.h`` says.
+    Records are instances of plain classes. Python's unpickler needs a sixth of the time of :func:`loads`.
+    ``csrc/pickle/screen.h`` lists the pickles that would be unsafe.
 
     Parameters
     ----------
     data : bytes
-        The pickle, and anything behind it.
+        The pickle, possibly followed by other bytes.
     known : mapping of str to object
-        What is given to the pickle for each name: plain classes of Python's, whose attributes it can set in no way, and
-        Makers.
+        The object for each name: plain Python classes, whose attributes the pickle cannot set, or constructors.
 
     Returns
     -------
     object, int
-        What it holds, and where it ends; None for what :func:`loads` has to look at.
+        The object, and the end of the pickle; None if :func:`loads` must read the pickle.
     """
     end = _core.screened_pickle_end(data)
     if not end:
         return None
     try:
-        return _Records(data, known).load(), end
-    except Exception:  # loads() says what is wrong
+        return _RecordsUnpickler(data, known).load(), end
+    except Exception:  # loads() will raise an error with the reason
         return None
 
 
-class _Records(pickle.Unpickler):
+class _RecordsUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._known = known
@@ -219,70 +227,75 @@ class _Records(pickle.Unpickler):
         return find(self._known, module, name)
 
 
-class Blank:
-    """Whatever a class or function would have made.
+class Placeholder:
+    """Stands in for the result of any class or function.
 
     Attributes
     ----------
     inside : list
-        What it was made of, its items and its state, where whoever makes it keeps them.
+        The arguments, items and state that the pickle gives it, if its constructor collects them.
     called : str
-        The name of that class or function, where whoever makes it keeps it.
+        The name of the class or function, if the constructor sets it.
     """
 
     inside: list[Any]
     called: str
 
 
-class _Anything(dict[str, Maker]):
-    """Every name there may be."""
+class _AnyName(dict[str, Constructor]):
+    """A table that has a constructor for every name."""
 
-    def get(self, name: str, _default: Any = None) -> Maker:
-        return Maker(name, _SCREENED.get(name.rpartition(".")[2], _blank))
+    def get(self, name: str, _default: Any = None) -> Constructor:
+        return Constructor(name, _SCREENED.get(name.rpartition(".")[2], _placeholder))
 
 
-def _not_by_number(*arguments: Any) -> Blank:
+def _refuse_number(*arguments: Any) -> Placeholder:
     if any(type(each) is int for each in arguments):
-        raise MalformedError("memory that is asked for by a number")
-    return Blank()
+        raise MalformedError("memory requested by a number")
+    return Placeholder()
 
 
-def _of_keys(*arguments: Any) -> Blank:
-    """Refuse what is slow to hash, or without a limit of depth, among keys that a container is made of."""
+def _check_container_keys(*arguments: Any) -> Placeholder:
+    """Refuse arguments of containers whose keys are slow to hash, or are hashed without a depth limit."""
     for argument in arguments:
         if type(argument) in (list, tuple):
-            # Items of a dict are pairs, of which the first is a key.
+            # Items of a dict are pairs with the key first.
             firsts = [each[0] for each in argument if type(each) in (list, tuple) and each]
             checked_keys([each for each in (*argument, *firsts) if type(each) is tuple])
-    return Blank()
+    return Placeholder()
 
 
-def _blank(*_arguments: Any) -> Blank:
-    return Blank()
+def _placeholder(*_arguments: Any) -> Placeholder:
+    return Placeholder()
 
 
-_SCREENED = {"bytearray": _not_by_number} | dict.fromkeys(
-    ("set", "frozenset", "Counter", "OrderedDict", "dict", "defaultdict"), _of_keys
+# The constructors of screen() for names that end in these words; all other names get _placeholder().
+_SCREENED = {"bytearray": _refuse_number} | dict.fromkeys(
+    ("set", "frozenset", "Counter", "OrderedDict", "dict", "defaultdict"), _check_container_keys
 )
 
 
 def screen(data: bytes, count: int = 1) -> None:
-    """Refuse a pickle that would crash torch's unpickler: deep keys are hashed without a limit, memory taken by number.
+    """Refuse pickles that could crash torch's unpickler, by deeply nested keys, or by a number that requests memory.
+
+    ``data`` begins with ``count`` pickles.
 
     Raises
     ------
     MalformedError
-        It is no pickle, or such a one.
+        A pickle could crash torch's unpickler, or the data are not a pickle.
     """
-    names = _Anything(blank=Maker("", _blank, lambda _instance, _state: None, Blank))
+    names = _AnyName(
+        blank=Constructor("", _placeholder, lambda _instance, _state: None, Placeholder)
+    )
     at = 0
     for _ in range(count):
-        at = loads(data, names, _blank, begin=at)[1]
+        at = loads(data, names, _placeholder, begin=at)[1]
 
 
 def _run(
     data: bytes,
-    names: Mapping[str, Maker],
+    names: Mapping[str, Constructor],
     persistent: Callable[[Any], Any] | None,
     older: Mapping[str, str],
     at: int,
@@ -295,15 +308,15 @@ def _run(
     marks: list[list[Any]] = []
     nbytes = len(data)
 
-    def named(module: Any, name: Any) -> Any:
+    def resolve(module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
-            raise MalformedError("a name that is no text")
+            raise MalformedError("a name that is not text")
         value = found.get((module, name))
         if value is None:
             value = found[module, name] = find(names, older.get(module, module), name, trusted)
         return value
 
-    # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
+    # The most frequent opcodes come first. A truncated value moves `at` past the end of the data, which ends the loop.
     while at < nbytes:
         code = data[at]
         at += 1
@@ -330,18 +343,20 @@ def _run(
         elif code == 0x81 or code == 0x52:  # NEWOBJ, REDUCE
             arguments, maker = stack.pop(), stack[-1]
             if type(arguments) is not tuple:
-                raise MalformedError("a call of what cannot be called")
-            if type(maker) is Maker:
+                raise MalformedError("a call of an object that cannot be called")
+            if type(maker) is Constructor:
                 stack[-1] = maker.make(*arguments)
             else:
                 stack[-1] = _call_trusted(trusted, maker, arguments, as_class=code == 0x81)
         elif code == 0x62:  # BUILD
             state = stack.pop()
             build = builders.get(type(stack[-1]))
-            if build is None and _is_one_of(trusted, type(stack[-1])):
+            if build is None and _is_trusted(trusted, type(stack[-1])):
                 build = _build_trusted
             if build is None:
-                raise MalformedError(f"a {type(stack[-1]).__name__} that is given a state")
+                raise MalformedError(
+                    f"a state (BUILD) for an object of type {type(stack[-1]).__name__}, which accepts no state"
+                )
             build(stack[-1], state)
         elif code == 0x75:  # SETITEMS
             items, stack = stack, marks.pop()
@@ -395,7 +410,7 @@ def _run(
             at += 8
         elif code == 0x93:  # STACK_GLOBAL
             name, module = stack.pop(), stack.pop()
-            stack.append(named(module, name))
+            stack.append(resolve(module, name))
         elif code == 0x63:  # GLOBAL
             end = data.find(b"\n", at)
             if end < 0 or data.find(b"\n", end + 1) < 0:
@@ -405,7 +420,7 @@ def _run(
                 data[end + 1 : data.find(b"\n", end + 1)].decode(),
             )
             at = data.find(b"\n", end + 1) + 1
-            stack.append(named(module, name))
+            stack.append(resolve(module, name))
         elif code == 0x51:  # BINPERSID
             if persistent is None:
                 raise RefusedError("a persistent object")
@@ -436,22 +451,22 @@ def _run(
         elif code in _REFUSED_CODES:
             raise RefusedError(_REFUSED_CODES[code])
         else:
-            raise MalformedError(f"no pickle, or one of protocol 0 or 1 (code {code:#x})")
-    raise MalformedError("it is cut short")
+            raise MalformedError(f"not a pickle, or one of protocol 0 or 1 (code {code:#x})")
+    raise MalformedError("the pickle is cut short")
 
 
-def _is_one_of(trusted: Mapping[str, Any], value: Any) -> bool:
+def _is_trusted(trusted: Mapping[str, Any], value: Any) -> bool:
     return any(value is each for each in trusted.values())
 
 
 def _call_trusted(
     trusted: Mapping[str, Any], function: Any, arguments: tuple[Any, ...], *, as_class: bool
 ) -> Any:
-    """Do what Python's unpicklers do, with what the program has declared safe."""
-    if not _is_one_of(trusted, function):
-        raise MalformedError("a call of what cannot be called")
+    """Call a function or class that the program has declared safe, as Python's unpicklers do."""
+    if not _is_trusted(trusted, function):
+        raise MalformedError("a call of an object that cannot be called")
     for each in arguments:
-        if type(each) is Maker:
+        if type(each) is Constructor:
             raise RefusedError(each.name)
     return function.__new__(function, *arguments) if as_class else function(*arguments)
 
@@ -479,7 +494,7 @@ def _latin1(data: bytes) -> str:
     return data.decode("latin-1")
 
 
-# Values behind their length: how many bytes that has, and what they are.
+# Opcodes of values with a length in front: the bytes of the length, and the conversion.
 _SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x8A: (1, _integer),
     0x8B: (4, _integer),  # LONG1, LONG4
@@ -491,24 +506,24 @@ _SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x8E: (8, bytes),
     0x96: (8, bytearray),
     0x55: (1, _latin1),
-    0x54: (4, _latin1),  # SHORT_BINSTRING, BINSTRING: Python 2's
+    0x54: (4, _latin1),  # SHORT_BINSTRING, BINSTRING, of Python 2
 }
 _REFUSED_CODES = {
     0x50: "a persistent object",
-    0x92: "a class made by keywords",
+    0x92: "a class called with keywords",
     **dict.fromkeys((0x69, 0x6F), "an instance of an old class"),
     **dict.fromkeys((0x82, 0x83, 0x84), "an extension of copyreg"),
-    **dict.fromkeys((0x97, 0x98), "a buffer outside of it"),
+    **dict.fromkeys((0x97, 0x98), "an out-of-band buffer"),
 }
 
 
 def checked_keys(values: Any) -> Any:
-    """Return what may be hashed: nothing that takes long to hash, or that this machine cannot know.
+    """Return ``values`` if hashing them is quick, and runs no code of an unknown class.
 
     Raises
     ------
     MalformedError
-        It may not.
+        A value may not be hashed.
     """
     if set(map(type, values)) <= _PLAIN_KEYS:
         return values
@@ -519,7 +534,7 @@ def checked_keys(values: Any) -> Any:
         while todo:
             each = todo.pop()
             count += 1
-            # Tuples of another class are those that :mod:`plain_objects` makes: named ones.
+            # A subclass of tuple can only be a named tuple that :mod:`plain_objects` has created.
             is_nested = type(each) is frozenset or (
                 isinstance(each, tuple) and type(each) is not torch.Size
             )
@@ -527,8 +542,8 @@ def checked_keys(values: Any) -> Any:
                 todo += each
             elif is_nested or not (
                 type(each) in _PLAIN
-                or type(each) in (Blank, Maker)
-                or type(each).__module__ == "numpy"  # its scalars
+                or type(each) in (Placeholder, Constructor)
+                or type(each).__module__ == "numpy"  # a scalar
                 or _is_index(each)
             ):
                 raise MalformedError(f"a key of type {type(each).__name__}")
@@ -536,8 +551,8 @@ def checked_keys(values: Any) -> Any:
 
 
 def add_all(target: Any, values: list[Any]) -> None:
-    """Put values into a set."""
-    if type(target) is not set and type(target) is not Blank:
+    """Add values to a set."""
+    if type(target) is not set and type(target) is not Placeholder:
         raise MalformedError(f"a {type(target).__name__} used as a set")
     checked_keys(values)
     if type(target) is set:
@@ -545,7 +560,7 @@ def add_all(target: Any, values: list[Any]) -> None:
 
 
 def _is_index(value: Any) -> bool:
-    """Return whether it is a MetadataIndex that is as plain as its parts."""
+    """Return whether a value is a MetadataIndex with plain fields, so that hashing it is safe."""
     if type(value).__name__ != "MetadataIndex":
         return False
     fields = vars(value)
@@ -553,14 +568,14 @@ def _is_index(value: Any) -> bool:
 
 
 def _set(target: Any, items: list[Any]) -> None:
-    if type(target) not in (*_DICTS, Blank) or len(items) % 2:
+    if type(target) not in (*_DICTS, Placeholder) or len(items) % 2:
         raise MalformedError(f"a {type(target).__name__} used as a dict")
     keys = items[::2]
     checked_keys(keys)
     if type(target) is dict:
         target.update(zip(keys, items[1::2], strict=True))
-    elif type(target) is Blank:
-        _keep(target, lambda: dict(zip(keys, items[1::2], strict=True)))
+    elif type(target) is Placeholder:
+        _collect(target, lambda: dict(zip(keys, items[1::2], strict=True)))
     else:
         for key, value in zip(keys, items[1::2], strict=True):
             target[key] = value
@@ -569,27 +584,29 @@ def _set(target: Any, items: list[Any]) -> None:
 def _extend(target: Any, items: list[Any]) -> None:
     if type(target) is list or type(target) is deque:
         target.extend(items)
-    elif type(target) is Blank:
-        _keep(target, lambda: items)
+    elif type(target) is Placeholder:
+        _collect(target, lambda: items)
     else:
         raise MalformedError(f"a {type(target).__name__} used as a list")
 
 
-def _keep(blank: Blank, items: Callable[[], Any]) -> None:
-    """Keep what a class is given, where its other parts are kept as well."""
+def _collect(blank: Placeholder, items: Callable[[], Any]) -> None:
+    """Add items to a placeholder, if it collects its parts."""
     if hasattr(blank, "inside"):
         blank.inside.append(items())
 
 
 def update(instance: Any, state: Any) -> None:
-    """Give an instance attributes, and nothing else."""
+    """Set the attributes of an instance directly in its ``__dict__``, without running code of its class."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
-        raise MalformedError(f"the state of a {type(instance).__name__} is no dict of attributes")
+        raise MalformedError(
+            f"the state of a {type(instance).__name__} is not a dict of attributes"
+        )
     instance.__dict__.update(state)
 
 
 def text(value: Any) -> str:
-    """Return what must be text."""
+    """Return ``value`` if it is text, or raise MalformedError."""
     if type(value) is not str:
         raise MalformedError(f"{type(value).__name__} instead of text")
     return value

@@ -1,9 +1,9 @@
-"""Zip archives as torch.save writes them: their structures, and where records lie in one that nobody vouches for.
+"""Zip archives as torch.save writes them: their structures, and the location of records in an untrusted archive.
 
-An archive is records, each a local header, a name, padding, data stored as they are, and a descriptor (size and
-CRC-32 again); then the central directory, one entry for each record; then the ends that say where the directory is.
-What stands twice is compared by :func:`layout`. Numbers that do not fit 32 bits stand in a zip64 field, which torch's
-directory entries have. Needs no torch.
+An archive consists of records, each with a local header, a name, padding, uncompressed data, and a descriptor (size and
+CRC-32 again); then the central directory, with one entry for each record; then the end records, which locate the
+directory. :func:`layout` compares all values that occur twice. Numbers of more than 32 bits are in a zip64 field, which
+torch's directory entries have. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorferry.transfer import plain
+from tensorferry.transfer import python_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     Bytes = bytes | bytearray | memoryview
     Fields = tuple[int, ...]
 
-# (versions), flags, method, time, date, CRC-32, packed size, size, lengths of name and extra, then what one alone has
+# Both begin with: signature, version (the entry has two), flags, method, time, date, CRC-32, packed size, size, and the
+# lengths of name and extra field. An entry has further fields after these.
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 ENTRY = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
 LOCATOR = struct.Struct("<4sLQL")
 ZIP64_END = struct.Struct("<4sQ2H2L4Q")
 ENTRY_CRC = 16
-"""Where in an entry its CRC-32 stands."""
+"""The offset of the CRC-32 in an entry."""
 DESCRIPTOR_CRC = 4
+"""The offset of the CRC-32 in a descriptor."""
 MAX_32 = 0xFFFFFFFF
 HAS_DESCRIPTOR = 0x8
 
@@ -36,13 +38,13 @@ _HEADER_SIGNATURE, _ENTRY_SIGNATURE, _DESCRIPTOR_SIGNATURE = b"PK\3\4", b"PK\1\2
 _END_SIGNATURE, _LOCATOR_SIGNATURE, _ZIP64_SIGNATURE = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _ZIP64_FIELD = struct.Struct("<2H2Q")
 _VERSION = 45  # of the format, with zip64
-_ZIP64_END_NBYTES = ZIP64_END.size - 12  # as it counts itself
+_ZIP64_END_NBYTES = ZIP64_END.size - 12  # the size field excludes its own 12 leading bytes
 _MAX_DIRECTORY_NBYTES = 256 << 20
 _MAX_DESCRIPTOR_NBYTES = 24
 
 
 class UnknownArchiveError(Exception):
-    """An archive is not as torch writes them."""
+    """An archive differs from those that torch writes."""
 
 
 class DirectoryEntry(NamedTuple):
@@ -51,17 +53,17 @@ class DirectoryEntry(NamedTuple):
     Attributes
     ----------
     header : int
-        Where in the archive the record's local header begins.
+        The offset of the record's local header in the archive.
     name : bytes
-        The record's.
+        The record's name.
     shared : tuple of int
-        What stands in the local header as well: version, flags, method, time, date.
+        The fields that are in the local header as well: version, flags, method, time, date.
     crc, nbytes : int
-        Of the data.
+        The CRC-32 and size of the data.
     at, end : int
-        Where the entry begins and ends in what was given.
-    odd : bool
-        Whether it has a comment or attributes, which torch writes none of.
+        The range of the entry in the given bytes.
+    has_unexpected : bool
+        Whether the entry has a comment or attributes, which torch does not write.
     """
 
     header: int
@@ -71,11 +73,11 @@ class DirectoryEntry(NamedTuple):
     nbytes: int
     at: int
     end: int
-    odd: bool
+    has_unexpected: bool
 
 
 class Span(NamedTuple):
-    """Where a record's bytes lie in an archive, and their CRC-32: 0 where there may be none."""
+    """The location of a record's data in an archive, and their CRC-32, which is 0 if there is none."""
 
     name: str
     begin: int
@@ -83,11 +85,11 @@ class Span(NamedTuple):
     crc: int
 
 
-def reading(
+def reader_of(
     file: BinaryIO, first: int = 0, nbytes: int | None = None
 ) -> tuple[Callable[[int, int], bytes], int]:
-    """Return a function of (begin, end) that reads a part of an open file, as far as it goes, and the part's size."""
-    pread, file_nbytes = plain.reading(file)
+    """Return a function of (begin, end) that reads from a part of an open file, and the part's size."""
+    pread, file_nbytes = python_files.reader_and_size(file)
     size = file_nbytes if nbytes is None else nbytes
 
     def read(begin: int, end: int) -> bytes:
@@ -98,87 +100,87 @@ def reading(
 
 
 def begins(data: Bytes) -> bool:
-    """Return whether that is how an archive begins."""
+    """Return whether bytes are the beginning of an archive."""
     return data[:4] == _HEADER_SIGNATURE
 
 
 def ends(data: Bytes) -> bool:
-    """Return whether that is how an archive ends."""
+    """Return whether bytes are the end of an archive."""
     return len(data) >= END.size and data[len(data) - END.size :][:4] == _END_SIGNATURE
 
 
 def find_end(data: Bytes) -> int:
-    """Return where the last end of an archive begins, of which the last bytes may be missing; -1: nowhere."""
+    """Return the offset of the last end record, which may be incomplete, or -1 if there is none."""
     return bytes(data).rfind(_END_SIGNATURE)
 
 
 def local_header(data: Bytes, at: int = 0) -> tuple[bytes, int, Fields]:
-    """Return the name in a local header, how many bytes it takes with name and padding, and its fields.
+    """Return the name in a local header, the size of the header with name and padding, and its fields.
 
     Raises
     ------
     UnknownArchiveError, struct.error
-        There is none.
+        There is no local header at ``at``.
     """
     fields = LOCAL_HEADER.unpack_from(data, at)
-    _require(at >= 0 and fields[0] == _HEADER_SIGNATURE, "a record does not begin as one")
+    _require(at >= 0 and fields[0] == _HEADER_SIGNATURE, "a record has no signature")
     name_at = at + LOCAL_HEADER.size
     name = bytes(data[name_at : name_at + fields[9]])
     return name, LOCAL_HEADER.size + fields[9] + fields[10], fields[1:]
 
 
 def is_descriptor(data: Bytes) -> bool:
-    """Return whether bytes are the first of a descriptor, which stands behind a record's data."""
+    """Return whether bytes begin with a descriptor, which follows a record's data."""
     return data[:4] == _DESCRIPTOR_SIGNATURE
 
 
 def entries(
     directory: Bytes, at: int, count: int, *, compressed: bool = False
 ) -> Iterator[DirectoryEntry]:
-    """Return entries of a directory that begins at ``at`` in the given bytes.
+    """Yield ``count`` entries of a directory that begins at ``at`` in the given bytes.
 
     Raises
     ------
     UnknownArchiveError, struct.error
-        They are not there, or records are compressed and may not be.
+        An entry is missing, or a record is compressed and ``compressed`` is not set.
     """
     for _ in range(count):
-        _require(at >= 0, "the directory is not there")
+        _require(at >= 0, "the directory is missing")
         fields = ENTRY.unpack_from(directory, at)
         name_nbytes, extra_nbytes, comment_nbytes = fields[10:13]
         name_end = at + ENTRY.size + name_nbytes
         name = bytes(directory[at + ENTRY.size : name_end])
         extra = directory[name_end : name_end + extra_nbytes]
-        nbytes, packed, header = _widened(extra, [fields[9], fields[8], fields[16]])
-        _require(fields[0] == _ENTRY_SIGNATURE, "an entry of the directory does not begin as one")
+        nbytes, packed, header = _replace_wide(extra, [fields[9], fields[8], fields[16]])
+        _require(fields[0] == _ENTRY_SIGNATURE, "an entry of the directory has no signature")
         stored = fields[4] == 0 and nbytes == packed
         _require(stored or compressed, f"the record {name!r} is compressed")
         shared = (fields[2], fields[3], *fields[4:7])
-        odd = any((comment_nbytes, *fields[13:16]))
+        has_unexpected = any((comment_nbytes, *fields[13:16]))
         end = name_end + extra_nbytes + comment_nbytes
-        yield DirectoryEntry(header, name, shared, fields[7], nbytes, at, end, odd)
+        yield DirectoryEntry(header, name, shared, fields[7], nbytes, at, end, has_unexpected)
         at = end
 
 
 def names(read: Callable[[int, int], bytes], nbytes: int) -> list[bytes]:
-    """Return what the records of any zip archive are called; arguments as for :func:`layout`.
+    """Return the names of the records of any zip archive; for the arguments see :func:`layout`.
 
     Raises
     ------
     UnknownArchiveError, struct.error
-        It has no directory.
+        The archive has no directory.
     """
     count, begin, end = _directory_range(read, nbytes)
     return [entry.name for entry in entries(read(begin, end), 0, count, compressed=True)]
 
 
 def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
-    """Return the directory that lies in the last bytes of an archive, which begin at ``tail_begin`` of it.
+    """Return the directory in the last bytes of an archive, which begin at offset ``tail_begin``.
 
     Raises
     ------
     UnknownArchiveError, struct.error
-        It does not, or not as torch writes it.
+        The directory is not in these bytes, or differs from those that torch writes.
     """
     end = len(tail) - END.size
     _require(ends(tail), "no end of central directory")
@@ -192,21 +194,23 @@ def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
 def directory_of(
     read: Callable[[int, int], bytes], nbytes: int
 ) -> tuple[list[DirectoryEntry], int]:
-    """Return an archive's directory and where it begins, and check all that says so; arguments as for :func:`layout`.
+    """Return an archive's directory and its offset, with all their fields checked; for arguments see :func:`layout`.
 
     Raises
     ------
     UnknownArchiveError, struct.error
-        It is not as torch writes it.
+        The archive differs from those that torch writes.
     """
     count, begin, end = _directory_range(read, nbytes)
     directory = read(begin, end)
     found = []
     for entry in entries(directory, 0, count):
-        _require(not entry.odd, f"the entry of {entry.name!r} has odd fields")
+        _require(not entry.has_unexpected, f"the entry of {entry.name!r} has unexpected fields")
         found.append(entry)
     entries_end = found[-1].end if found else 0
-    _require(entries_end == end - begin, "the directory has another size than it says")
+    _require(
+        entries_end == end - begin, "the directory's size differs from the one in the end record"
+    )
     return found, begin
 
 
@@ -215,21 +219,22 @@ def layout(
     nbytes: int,
     damaged: Callable[[str, int, int, str], None] | None = None,
 ) -> list[Span]:
-    """Return where the records of an archive lie, and check all that says so.
+    """Return the location of the records of an archive, and check all structures that describe it.
 
     Parameters
     ----------
     read : function of (begin, end)
         Returns bytes of the archive.
     nbytes : int
-        Its size.
+        The archive's size.
     damaged : function of (name, begin, end, problem), optional
-        Told of records that are not where the directory says; such are left out. Without it they raise.
+        Called for each record that differs from the directory; such records are left out. By default, the first of them
+        raises an error.
 
     Raises
     ------
     UnknownArchiveError, struct.error, UnicodeDecodeError
-        It is not as torch writes archives.
+        The archive differs from those that torch writes.
     """
     found, directory_begin = directory_of(read, nbytes)
     found.sort()
@@ -238,7 +243,7 @@ def layout(
     _require(not found or found[0].header == 0, "it does not begin with a record")
     for entry, next_header in zip(found, next_headers, strict=True):
         try:
-            places.append(_place(read, entry, next_header))
+            places.append(_locate(read, entry, next_header))
         except (UnknownArchiveError, struct.error, UnicodeDecodeError) as error:
             if damaged is None:
                 raise
@@ -247,60 +252,78 @@ def layout(
     return places
 
 
-def _place(read: Callable[[int, int], bytes], entry: DirectoryEntry, next_header: int) -> Span:
-    """Compare a record with its entry, and find its data."""
+def _locate(read: Callable[[int, int], bytes], entry: DirectoryEntry, next_header: int) -> Span:
+    """Compare a record with its entry, and locate its data."""
     header, name, shared, crc, size = entry[:5]
     fixed = read(header, header + LOCAL_HEADER.size)
-    _require(begins(fixed), f"the record {name!r} does not begin as one")
+    _require(begins(fixed), f"the record {name!r} has no signature at its beginning")
     _, header_nbytes, local = local_header(fixed)
     at, data = header + LOCAL_HEADER.size, header + header_nbytes
-    _require(local[:5] == shared, f"the header of {name!r} is not what the directory says")
-    _require(read(at, at + local[8]) == name, f"the name of {name!r} is another in its header")
-    _require(local[5] in (0, crc), f"the CRC-32 of {name!r} is another in its header")
-    _require({local[6], local[7]} <= {0, size, MAX_32}, f"the size of {name!r} is another")
+    _require(local[:5] == shared, f"the header of {name!r} differs from the directory")
+    _require(read(at, at + local[8]) == name, f"the name of {name!r} differs in its header")
+    _require(local[5] in (0, crc), f"the CRC-32 of {name!r} differs in its header")
+    _require(
+        {local[6], local[7]} <= {0, size, MAX_32}, f"the size of {name!r} differs in its header"
+    )
     descriptor_nbytes = next_header - data - size
     fits = 0 <= descriptor_nbytes <= _MAX_DESCRIPTOR_NBYTES
-    _require(fits, f"there is something behind {name!r}, or no room for it")
+    _require(
+        fits, f"the data of {name!r} overlaps the next record, or the gap between them is too large"
+    )
     if descriptor_nbytes:
         sizes = struct.pack("<2L" if descriptor_nbytes == 16 else "<2Q", size, size)
         wanted = struct.pack("<4sL", _DESCRIPTOR_SIGNATURE, crc) + sizes
         found = read(data + size, next_header)
-        _require(found == wanted, f"what stands behind {name!r} is damaged")
+        _require(found == wanted, f"the descriptor of {name!r} is damaged")
     else:
         missing = size and shared[1] & HAS_DESCRIPTOR
-        _require(not missing, f"the checksum behind {name!r} is missing")
+        _require(not missing, f"the descriptor of {name!r} is missing")
     return Span(name.decode(), data, size, crc)
 
 
 def _directory_range(read: Callable[[int, int], bytes], nbytes: int) -> tuple[int, int, int]:
-    """Return how many entries the central directory has, and where it begins and ends."""
+    """Return the number of entries in the central directory, and the offsets of its start and end."""
     at = nbytes - END.size
     end = END.unpack(read(max(0, at), nbytes))
     count, size, begin = end[4], end[5], end[6]
-    _require(end[0] == _END_SIGNATURE and not any((*end[1:3], end[7])), "its end is damaged")
-    _require(end[3] == count, "its end is damaged")
+    _require(
+        end[0] == _END_SIGNATURE and not any((*end[1:3], end[7])),
+        "the end record of the zip archive is damaged",
+    )
+    _require(end[3] == count, "the end record of the zip archive is damaged")
     locator = read(at - LOCATOR.size, at) if at >= LOCATOR.size else b""
     where = at
     if locator[:4] == _LOCATOR_SIGNATURE or MAX_32 in (size, begin) or count == 0xFFFF:
         signature, disk, where, disks = LOCATOR.unpack(locator)
         sound = signature == _LOCATOR_SIGNATURE and (disk, disks) == (0, 1)
-        _require(sound, "its locator is damaged")
-        _require(where + ZIP64_END.size + LOCATOR.size == at, "its locator is damaged")
+        _require(sound, "the zip64 locator of the zip archive is damaged")
+        _require(
+            where + ZIP64_END.size + LOCATOR.size == at,
+            "the zip64 locator of the zip archive is damaged",
+        )
         wide = ZIP64_END.unpack(read(where, where + ZIP64_END.size))
-        _require(wide[:2] == (_ZIP64_SIGNATURE, _ZIP64_END_NBYTES), "its zip64 end is damaged")
-        _require(not any(wide[4:6]) and wide[6] == wide[7], "its zip64 end is damaged")
+        _require(
+            wide[:2] == (_ZIP64_SIGNATURE, _ZIP64_END_NBYTES),
+            "the zip64 end record of the zip archive is damaged",
+        )
+        _require(
+            not any(wide[4:6]) and wide[6] == wide[7],
+            "the zip64 end record of the zip archive is damaged",
+        )
         for short, most, long in zip(
             (count, size, begin), (0xFFFF, MAX_32, MAX_32), wide[7:], strict=True
         ):
-            _require(short in (long, most), "its two ends say different things")
+            _require(short in (long, most), "its two end records differ")
         count, size, begin = wide[7:]
-    _require(begin + size == where and size <= _MAX_DIRECTORY_NBYTES, "its directory is not there")
+    _require(
+        begin + size == where and size <= _MAX_DIRECTORY_NBYTES, "its directory is not at its end"
+    )
     _require(count * ENTRY.size <= size, "its directory is too short")
     return count, begin, begin + size
 
 
-def _widened(extra: Bytes, values: list[int]) -> list[int]:
-    """Return 32-bit numbers of an entry with those replaced that stand in its zip64 field."""
+def _replace_wide(extra: Bytes, values: list[int]) -> list[int]:
+    """Return the 32-bit numbers of an entry, with those replaced that are in its zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, position)
@@ -311,24 +334,24 @@ def _widened(extra: Bytes, values: list[int]) -> list[int]:
     return values
 
 
-def packed_header(name: bytes, nbytes: int, crc: int, at: int, alignment: int = 1) -> bytes:
-    """Return a local header at ``at``, with padding up to where data may begin; data of 4 GiB and more have no size."""
+def pack_header(name: bytes, nbytes: int, crc: int, at: int, alignment: int = 1) -> bytes:
+    """Return a local header at ``at``, padded so that data are aligned; for 4 GiB and more it has no size."""
     padding = -(at + LOCAL_HEADER.size + len(name)) % alignment
     short = min(nbytes, MAX_32)
     fields = (_VERSION, 0, 0, 0, 0, crc, short, short, len(name), padding)
     return LOCAL_HEADER.pack(_HEADER_SIGNATURE, *fields) + name + bytes(padding)
 
 
-def packed_entry(name: bytes, nbytes: int, crc: int, header: int) -> bytes:
-    """Return the entry of a record whose local header begins at ``header``, within 4 GiB."""
+def pack_entry(name: bytes, nbytes: int, crc: int, header: int) -> bytes:
+    """Return the directory entry of a record; ``header``, the offset of its local header, must be below 4 GiB."""
     extra = b"" if nbytes < MAX_32 else _ZIP64_FIELD.pack(1, 16, nbytes, nbytes)
     short = min(nbytes, MAX_32)
     fields = (_VERSION, _VERSION, 0, 0, 0, 0, crc, short, short, len(name), len(extra))
     return ENTRY.pack(_ENTRY_SIGNATURE, *fields, 0, 0, 0, 0, header) + name + extra
 
 
-def packed_ends(count: int, begin: int, nbytes: int) -> bytes:
-    """Return what stands behind a directory of ``count`` entries, in ``nbytes`` bytes from ``begin`` on."""
+def pack_ends(count: int, begin: int, nbytes: int) -> bytes:
+    """Return the end records for a directory with ``count`` entries, which has ``nbytes`` bytes at offset ``begin``."""
     versions = (_ZIP64_END_NBYTES, _VERSION, _VERSION)
     wide = ZIP64_END.pack(_ZIP64_SIGNATURE, *versions, 0, 0, count, count, nbytes, begin)
     locator = LOCATOR.pack(_LOCATOR_SIGNATURE, 0, begin + nbytes, 1)

@@ -1,6 +1,6 @@
-"""What is known about a machine: facts as plain data, ready for JSON, from probes that never raise.
+"""Facts about a machine as plain data for JSON, from probes that never raise.
 
-A fact that could not be had is ``{"unknown": reason}``. What the facts mean is said in ``tuning/advice.py``.
+A fact that could not be determined is ``{"unknown": reason}``. ``tuning/advice.py`` interprets the facts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Facts", "describe", "summary"]
 
 
 def describe(directory: Path) -> Facts:
-    """Return what a measurement in a directory was made on, without trying anything: fast, and touches no file."""
+    """Return the facts that describe the environment of a measurement. This is fast, and does not access files."""
     mount = attempt(storage.mount_of, directory)
     below = (
         [] if is_unknown(mount) else attempt(lambda: devices.behind(storage.device_number(mount)))
@@ -40,7 +40,7 @@ def describe(directory: Path) -> Facts:
 
 
 def summary(description: Facts) -> str:
-    """Return what describe() found in one line."""
+    """Return the result of describe() in one line."""
     mount = description["file_system"]
     cpu_model = description["cpu_model"]
     return (

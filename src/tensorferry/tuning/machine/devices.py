@@ -1,6 +1,6 @@
-"""The block devices behind a file system, from the one that is mounted down to the drives, as /sys tells.
+"""The block devices of a file system, from the mounted device down to the drives, as found in /sys.
 
-Partitions, device mapper (LVM, dm-crypt, multipath), MD arrays, loop devices and NVMe multipath are followed.
+This follows partitions, device mapper (LVM, dm-crypt, multipath), MD arrays, loop devices and NVMe multipath.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tensorferry.tuning.machine.probe import (
     texts,
 )
 
-_SECTOR_NBYTES = 512  # in which /sys counts, whatever the drive's sectors are
-_MAX_DEPTH = 8  # of devices upon devices
+_SECTOR_NBYTES = 512  # the unit of sizes in /sys, independent of the drive's sectors
+_MAX_DEPTH = 8  # the maximum number of stacked devices
 _QUEUE_NUMBERS = (
     "nr_requests",
     "max_sectors_kb",
@@ -31,6 +31,8 @@ _QUEUE_NUMBERS = (
     "dma_alignment",
     "read_ahead_kb",
 )
+# The kinds of device-mapper devices by the first part of their UUIDs, and of other devices by the first letters of
+# their names.
 _MAPPED = {"CRYPT": "dm-crypt", "LVM": "LVM volume", "mpath": "multipath"}
 _KINDS = {
     "nvme": "NVMe drive",
@@ -42,20 +44,20 @@ _KINDS = {
 
 
 def behind(device_number: str | None, sys: Path = Path("/sys")) -> list[Facts]:
-    """Return the block devices with this number ("8:1") and, under ``below``, those that they lie on.
+    """Return the block device with this number ("8:1"), with the devices under it in ``below``.
 
     Parameters
     ----------
     device_number : str or None
-        Major and minor number; None where a file system has no device, which gives an empty list.
+        The major and minor number. None, for a file system without a device, returns an empty list.
     sys : Path
-        Where sysfs is.
+        The mount point of sysfs.
     """
     return [] if device_number is None else _devices([device_number], sys, _MAX_DEPTH)
 
 
 def flat(devices: list[Facts]) -> list[Facts]:
-    """Return devices and all that they lie on in one list, the upper ones first, each of them once."""
+    """Return devices and all devices under them in one list, from the top down, each of them once."""
     found = {}
     for device in devices:
         if "number" in device:
@@ -70,7 +72,7 @@ def _devices(numbers: list[str], sys: Path, depth: int) -> list[Facts]:
 
 def _device(number: str, sys: Path, depth: int) -> Facts:
     if depth == 0:
-        raise ProbeError(f"more than {_MAX_DEPTH} devices lie upon each other")
+        raise ProbeError(f"more than {_MAX_DEPTH} stacked devices")
     folder = (sys / "dev/block" / number).resolve(strict=True)
     sectors = number_or_none(folder / "size")
     facts: Facts = {
@@ -115,7 +117,7 @@ def _kind(folder: Path) -> Facts:
         loop: Facts = {"kind": "loop device", "model": None}
         return loop | {"backing_file": backing, "direct_io": direct}
     words = texts(folder / "device", "vendor", "model").values()
-    # virtio's "vendor" is a number, not a name.
+    # The "vendor" of a virtio device is a number, not a name.
     model = " ".join(word for word in words if word and not word.startswith("0x")) or None
     if model is None and (controllers := _controllers(folder)):
         model = text_or_none(controllers[0] / "model")
@@ -137,16 +139,16 @@ def _controllers(folder: Path) -> list[Path]:
     if not folder.name.startswith("nvme") or not (folder / "device").exists():
         return []
     device = (folder / "device").resolve()
-    # With native multipath the drive belongs to a subsystem, which links to the controllers: its paths.
+    # With native multipath, the drive belongs to a subsystem, which has links to the controllers of all paths.
     paths = [device, *sorted(device.glob("nvme*"))]
     return [path.resolve() for path in paths if re.fullmatch(r"nvme\d+", path.name)]
 
 
 def _controller(folder: Path) -> Facts:
-    said = texts(folder, "model", "firmware_rev", "transport", "state")
-    said["firmware"] = said.pop("firmware_rev")
+    attributes = texts(folder, "model", "firmware_rev", "transport", "state")
+    attributes["firmware"] = attributes.pop("firmware_rev")
     more = {"numa_node": _numa_node(folder), "pcie": _pcie_link(folder)}
-    return {"name": folder.name} | said | more
+    return {"name": folder.name} | attributes | more
 
 
 def _numa_node(folder: Path) -> int | None:
@@ -177,11 +179,11 @@ def _pcie_link(folder: Path) -> Facts | None:
 
 
 def _link_gb_per_second(speed: str | None, width: int | None) -> float | None:
-    """Return what a link carries in each direction, in GB/s, before the overhead of packets."""
+    """Return the bandwidth of a link in each direction, in GB/s, without the overhead of packets."""
     found = re.match(r"[\d.]+", speed or "")
     if not found or not width:
         return None
     giga_transfers = float(found[0])
-    # 2.5 and 5 GT/s send 10 bits for a byte; all later ones 130 bits for 16 bytes.
-    coded = 8 / 10 if giga_transfers < 8 else 128 / 130
-    return round(giga_transfers * width * coded / 8, 2)
+    # PCIe encodes 8 bits in 10 at 2.5 and 5 GT/s, and 128 bits in 130 at higher speeds.
+    efficiency = 8 / 10 if giga_transfers < 8 else 128 / 130
+    return round(giga_transfers * width * efficiency / 8, 2)

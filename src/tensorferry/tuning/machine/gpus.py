@@ -1,4 +1,4 @@
-"""GPUs and what GPUDirect Storage needs, without loading any of their libraries into this process."""
+"""Facts about GPUs and GPUDirect Storage, without loading their libraries into this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NVIDIA_SMI_TIMEOUT_SECONDS = 15
 
 
 def gpus() -> Facts:
-    """Return the GPUs on the PCI bus, and what NVIDIA's driver says of its own. Memory is in bytes."""
+    """Return the GPUs on the PCI bus, and those that NVIDIA's driver reports. Memory is in bytes."""
     return {
         "on_pci": attempt(_on_pci),
         "nvidia_driver": attempt(_nvidia_driver),
@@ -30,7 +30,7 @@ def gpus() -> Facts:
 
 
 def gpudirect_storage() -> Facts:
-    """Return the parts of GPUDirect Storage that are here: the cuFile library and the nvidia-fs module."""
+    """Return the installed parts of GPUDirect Storage: the cuFile libraries and the nvidia-fs module."""
     return {"cufile_libraries": attempt(_cufile_libraries), "nvidia_fs": attempt(_nvidia_fs)}
 
 
@@ -72,7 +72,7 @@ def _nvidia_smi() -> list[Facts]:
     found = []
     for line in lines:
         name, mebibytes, driver, address = (part.strip() for part in line.split(","))
-        # Some have no memory of their own.
+        # For integrated GPUs without dedicated memory, nvidia-smi prints a text instead of a number.
         nbytes = int(mebibytes) << 20 if mebibytes.isdigit() else None
         found.append({"name": name, "memory_nbytes": nbytes, "driver": driver, "address": address})
     return found

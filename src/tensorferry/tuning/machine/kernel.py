@@ -1,4 +1,4 @@
-"""The kernel, the processors and the memory, as this process sees them."""
+"""Facts about the kernel, the processors and the memory, as visible to this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IO_URING_DISABLED = {0: "allowed", 1: "for privileged processes only", 2: "forb
 
 
 def system() -> Facts:
-    """Return the kernel's version, and what it and a container allow of asynchronous I/O."""
+    """Return the kernel's version, and the restrictions of asynchronous I/O by the kernel or a container."""
     return {
         "release": platform.release(),
         "architecture": platform.machine(),
@@ -37,7 +37,7 @@ def system() -> Facts:
 
 
 def processors() -> Facts:
-    """Return the processors, and which of them this process may use."""
+    """Return the processors, and the number that this process may use."""
     return {
         "model": attempt(cpu_model),
         "online": os.cpu_count(),
@@ -47,7 +47,7 @@ def processors() -> Facts:
 
 
 def memory() -> Facts:
-    """Return how much memory there is, and what huge pages it offers. Sizes are in bytes."""
+    """Return the size of the memory, and the state of huge pages. Sizes are in bytes."""
     return attempt(_memory)  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def cpu_model() -> str:
 
 
 def transparent_huge_pages() -> str:
-    """Return who gets transparent huge pages: always, madvise or never."""
+    """Return the mode of transparent huge pages: always, madvise or never."""
     return chosen(text(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
 
 
@@ -72,19 +72,19 @@ def status_of_process() -> dict[str, str]:
 def _io_uring_disabled() -> Facts:
     value = number_or_none(Path("/proc/sys/kernel/io_uring_disabled"))
     if value is None:
-        raise ProbeError("this kernel has no such setting (before 6.6), or /proc/sys is hidden")
-    return {"value": value, "meaning": _IO_URING_DISABLED.get(value, "unheard of")}
+        raise ProbeError("the kernel lacks this setting (before 6.6), or /proc/sys is hidden")
+    return {"value": value, "meaning": _IO_URING_DISABLED.get(value, "unknown value")}
 
 
 def _seccomp() -> str:
     status = status_of_process()
     if "Seccomp" not in status:
-        return "none"  # a kernel without seccomp
+        return "none"  # the kernel does not support seccomp
     return _SECCOMP_MODES.get(int(status["Seccomp"]), status["Seccomp"])
 
 
 def _container() -> str | None:
-    # Signs, no proof: a virtual machine made from an image has them too.
+    # These are only indications: a virtual machine that was made from a container image has the same files.
     for sign, runtime in (("/.dockerenv", "Docker"), ("/run/.containerenv", "Podman")):
         if Path(sign).exists():
             return f"{runtime}, judging by {sign}"

@@ -1,6 +1,7 @@
-"""torch, DeepSpeed, CUDA and others: their versions, and what they say of themselves in a process of their own.
+"""Facts about libraries: the versions of any, and further facts about torch, DeepSpeed and CUDA.
 
-Loading them takes seconds, prints, and may end the process where a driver is broken; so a child does it.
+Loading these three takes seconds, prints output, and may crash the process if a driver is broken. So a child process
+loads them, and reports the facts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.libraries import cufile_folders
-from tensorferry.tuning.gpus import why_torch_has_none
+from tensorferry.tuning.gpus import torch_gpu_refusal
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt, unknown
 
 if TYPE_CHECKING:
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 
-# Loading takes a few seconds; a driver that hangs must not hang who asks.
+# Loading takes a few seconds. The limit keeps a hanging driver from blocking the report.
 TIMEOUT_SECONDS = 60
 
 
 def version(name: str) -> str | None:
-    """Return the version of an installed distribution, or None where there is none."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -44,13 +45,13 @@ def version(name: str) -> str | None:
 
 @contextlib.contextmanager
 def asking(library: str) -> Iterator[Callable[[float], Facts]]:
-    """Ask "torch", "deepspeed" or "cuda" in a child process, which ends with the block at the latest.
+    """Start a child process that collects the facts of "torch", "deepspeed" or "cuda". The child ends with the block.
 
     Yields
     ------
     function
-        Takes the seconds that the child may take from its start on, and returns the answer, or unknown() with the
-        reason why there is none.
+        Its argument is a time limit in seconds, counted from the start of the child. It returns the facts, or unknown()
+        with a reason.
     """
     command = [sys.executable, "-c", f"from {__name__} import answer; answer({library!r})"]
     try:
@@ -61,12 +62,13 @@ def asking(library: str) -> Iterator[Callable[[float], Facts]]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # Python files in the user's folder are not what is asked about.
+            # PYTHONSAFEPATH keeps Python from importing files in the current folder.
             env=os.environ | {"PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # so that compilers and others which a library starts end with it
+            # With a separate process group, killpg() also ends compilers and other processes that a library starts.
+            start_new_session=True,
         )
     except OSError as error:
-        refusal = unknown(f"no process could be started: {error.strerror}")
+        refusal = unknown(f"a child process could not be started: {error.strerror}")
         yield lambda _: refusal
         return
     started = time.monotonic()
@@ -82,10 +84,10 @@ def _answer_of(child: subprocess.Popen[str], timeout_seconds: float) -> Facts:
     try:
         facts, complaints = child.communicate(timeout=max(timeout_seconds, 0.0))
     except subprocess.TimeoutExpired:
-        return unknown("it takes too long to answer")
+        return unknown("it did not answer within the time limit")
     code = child.returncode
     if code < 0:
-        return unknown(f"loading it ends the process by {signal.Signals(-code).name}")
+        return unknown(f"loading it killed the process by {signal.Signals(-code).name}")
     if code > 0:
         return unknown((complaints.strip().splitlines() or [f"its process ended with {code}"])[-1])
     found: Facts = json.loads(facts)
@@ -93,11 +95,13 @@ def _answer_of(child: subprocess.Popen[str], timeout_seconds: float) -> Facts:
 
 
 def answer(library: str) -> None:
-    """Print what a library says of itself, as JSON, and nothing else. This runs in the child."""
-    # A parent that is killed cannot kill its child.
+    """Print the facts of a library as JSON, and nothing else. This runs in the child process."""
+    # The child must also end if the parent is killed: the parent then cannot end the child.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # libraries print as they are imported
+        os.dup2(
+            2, 1
+        )  # libraries may print when they are imported, which must not be mixed with the JSON
         if library == "cuda":
             json.dump(cuda_facts(), out)
         elif importlib.util.find_spec(library) is None:
@@ -107,14 +111,16 @@ def answer(library: str) -> None:
 
 
 def cuda_facts() -> Facts:
-    """Open CUDA's driver and cuFile, and return whether tensorferry can use them, else the reason.
+    """Open CUDA's driver and cuFile, and return whether tensorferry can use them, or why not.
 
-    cuFile's ``mode`` is "native" where transfers can bypass host memory, else "compat".
+    The ``mode`` of cuFile is "native" if transfers can bypass host memory, otherwise "compat".
     """
     refusal = _core.cuda_refusal()
     facts: Facts = {"driver": {"usable": refusal is None, "reason": refusal}}
     folders = cufile_folders()
-    os.chdir("/proc/self")  # cuFile writes its log into the working folder, here not even root can
+    os.chdir(
+        "/proc/self"
+    )  # cuFile writes a log to the working folder, and here it cannot, not even as root
     refusal, native, detail = _core.open_cufile(folders)
     facts["cufile"] = {
         "usable": refusal is None,
@@ -126,11 +132,11 @@ def cuda_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Import torch and return its version, what it was built for and the GPUs that it can use."""
+    """Import torch, and return its version, the versions of CUDA and ROCm in its build, and its usable GPUs."""
     import torch
 
     cuda = torch.cuda
-    reason = why_torch_has_none()
+    reason = torch_gpu_refusal()
     cards = [] if reason else map(cuda.get_device_properties, range(cuda.device_count()))
     gpus = [{"name": card.name, "memory_nbytes": card.total_memory} for card in cards]
     versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
@@ -138,9 +144,9 @@ def torch_facts() -> Facts:
 
 
 def deepspeed_facts() -> Facts:
-    """Import DeepSpeed and return, for each of its I/O ops, who serves it and whether it can be used.
+    """Import DeepSpeed and return, for each of its I/O ops, the library that serves it and whether it is usable.
 
-    An op's ``reason`` is why it cannot; None where it can.
+    The ``reason`` of an op is why it is not usable, or None.
     """
     installed = importlib.import_module("deepspeed.git_version_info")
     builders = importlib.import_module("deepspeed.ops.op_builder")
@@ -158,14 +164,15 @@ def _op(builder_type: Any, built: bool) -> Facts:
     builder = builder_type()
     served = builder_type.load.__module__.startswith("tensorferry.")
     if not served and builder.NAME == "deepspeed_not_implemented":
-        raise ProbeError("DeepSpeed has no such op for this machine's accelerator")
+        raise ProbeError("DeepSpeed does not have this op for the machine's accelerator")
     reasons: list[str] = []
-    builder.warning = reasons.append  # the first says what is missing, the others what might help
+    # The first warning names what is missing. The others suggest remedies.
+    builder.warning = reasons.append
     compatible = bool(builder.is_compatible(verbose=True))
     if compatible and not built and not served:
         reasons = _missing_tools()
     elif not compatible and not reasons:
-        reasons = ["DeepSpeed does not say why"]
+        reasons = ["DeepSpeed does not report a reason"]
     return {
         "built": built,
         "compatible": compatible,
@@ -175,7 +182,7 @@ def _op(builder_type: Any, built: bool) -> Facts:
 
 
 def _missing_tools() -> list[str]:
-    # ninja may come as a Python package, beside an interpreter that is not on PATH.
+    # ninja may be installed as a Python package, in the folder of an interpreter that is not on PATH.
     path = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
     tools = (os.environ.get("CXX", "c++"), "ninja")
     return [f"{tool} is not installed" for tool in tools if shutil.which(tool, path=path) is None]

@@ -1,4 +1,4 @@
-"""What this process may use: resource limits, and those of the control groups around it."""
+"""The resource limits of this process, and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _CAP_IPC_LOCK = 14
 
-# cgroup v1 says "unlimited" as a number near the largest there is.
+# cgroup v1 represents "unlimited" by a number near the maximum of 64 bits.
 _UNLIMITED_NBYTES = 1 << 60
 
-# cgroup v1's files and the names of version 2 for the same.
+# The files of cgroup v1, with the names of the same limits in version 2.
 _THROTTLES = {
     "read_bps_device": "rbps",
     "write_bps_device": "wbps",
@@ -38,7 +38,7 @@ _THROTTLES = {
 
 
 def resources() -> Facts:
-    """Return the resource limits that matter to I/O; None is no limit, sizes are in bytes."""
+    """Return the resource limits that affect I/O. None means unlimited. Sizes are in bytes."""
     return {
         "locked_memory": _limit(resource.RLIMIT_MEMLOCK) | {"exempt": attempt(_may_lock_all)},
         "descriptors": _limit(resource.RLIMIT_NOFILE),
@@ -46,18 +46,19 @@ def resources() -> Facts:
 
 
 def control_groups(process: Path = Path("/proc/self")) -> Facts:
-    """Return the tightest limits of the control groups around a process.
+    """Return the tightest limits of the control groups of a process.
 
     Parameters
     ----------
     process : Path
-        The process's folder in /proc.
+        The folder of the process in /proc.
 
     Returns
     -------
     Facts
-        memory_nbytes and memory_used_nbytes of the tightest group, cpus (a float), io (for each throttled device:
-        rbps and wbps in bytes, riops and wiops in requests a second). None or empty where there is no limit.
+        ``memory`` has nbytes, used_nbytes and group of the tightest group. ``cpus`` is a float. ``io`` is a list with
+        rbps and wbps in bytes per second, and riops and wiops in requests per second, for each throttled device. Facts
+        without a limit are None or empty.
     """
     return {
         "memory": attempt(_memory_limit, process),
@@ -67,17 +68,17 @@ def control_groups(process: Path = Path("/proc/self")) -> Facts:
 
 
 def available_nbytes(process: Path = Path("/proc/self")) -> int:
-    """Return how much memory a process may still have: the machine's, or less where a control group has less.
+    """Return the memory that a process can still allocate: that of the machine, or of a control group if it has less.
 
-    What a group's page cache holds is given back when it is needed, and counts as free.
+    The page cache of a group counts as free, because the kernel reclaims it when memory is needed.
     """
     nbytes: list[int] = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):
         for version, group in _groups(process, "memory"):
             limit, used = _memory_of(version, group)
             if limit is not None and used is not None:
-                told = (text_or_none(group / "memory.stat") or "").splitlines()
-                statistics = dict(line.split() for line in told)
+                lines = (text_or_none(group / "memory.stat") or "").splitlines()
+                statistics = dict(line.split() for line in lines)
                 names = ("inactive_file", "active_file")
                 prefix = "total_" if version == 1 else ""
                 cached = sum(int(statistics.get(prefix + name, 0)) for name in names)
@@ -93,7 +94,7 @@ def _limit(which: int) -> Facts:
 
 
 def _may_lock_all() -> bool:
-    # With CAP_IPC_LOCK the kernel does not look at the limit.
+    # The kernel ignores RLIMIT_MEMLOCK for a process with CAP_IPC_LOCK.
     return bool(int(status_of_process()["CapEff"], 16) >> _CAP_IPC_LOCK & 1)
 
 
@@ -107,7 +108,7 @@ def _memory_limit(process: Path) -> Facts | None:
 
 
 def _memory_of(version: int, group: Path) -> tuple[int | None, int | None]:
-    """Return a group's limit, None if it has none, and what is used of it."""
+    """Return the memory limit of a group and its used memory, or (None, None) if it has no limit."""
     names = ("memory.max", "memory.current")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -148,7 +149,7 @@ def _throttles(process: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _groups(process: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield version and folder of the groups that limit a process, from its own outwards."""
+    """Yield the cgroup version and the folder of each group that limits a process: its group, and all parents of it."""
     first_version = {"io": "blkio"}.get(controller, controller)
     for line in text(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -165,6 +166,7 @@ def _groups(process: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _inside(path: str, root: str) -> PurePosixPath:
-    # A container may see only its part of the tree mounted, while its path is told from the tree's top.
+    # A container may have only its part of the tree of groups mounted, while /proc shows a group's path from the root
+    # of the tree.
     inner, outer = PurePosixPath(path), PurePosixPath(root)
     return inner.relative_to(outer) if inner.is_relative_to(outer) else PurePosixPath()

@@ -1,4 +1,4 @@
-"""How facts are got: each probe answers, or says why it could not; none takes long."""
+"""Helpers for probes: functions that return a fact about the machine, or the reason why it is unknown."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Facts = dict[str, Any]
 
 
 class ProbeError(LookupError):
-    """A fact could not be found out; the message says why, to people."""
+    """A fact could not be determined. The message has the reason, for the user."""
 
 
 def unknown(reason: str) -> Facts:
-    """Return the fact that something could not be found out, and why."""
+    """Return the representation of a fact that could not be determined, with the reason."""
     return {"unknown": reason}
 
 
 def is_unknown(fact: Any) -> bool:
-    """Return whether a fact could not be found out."""
+    """Return whether a fact could not be determined."""
     return isinstance(fact, dict) and "unknown" in fact
 
 
 def attempt(probe: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a probe finds, or unknown() with the reason why it could not."""
+    """Return the result of a probe, or unknown() with the reason of its failure."""
     try:
         return probe(*arguments)
     except ProbeError as error:
@@ -35,22 +35,22 @@ def attempt(probe: Callable[..., Any], *arguments: Any) -> Any:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return unknown(f"{where}{error.strerror or error}")
-    except Exception as error:  # a report must come out in whatever state a part of the machine is
+    except Exception as error:  # one broken part of the machine must not prevent the report
         return unknown(f"{type(error).__name__}: {error}")
 
 
 def text(path: Path) -> str:
-    """Return what a file of /proc or /sys says."""
+    """Return the content of a file in /proc or /sys."""
     return path.read_text(errors="replace").strip()
 
 
 def number(path: Path) -> int:
-    """Return the number that a file of /proc or /sys says."""
+    """Return the number in a file in /proc or /sys."""
     return int(text(path))
 
 
 def text_or_none(path: Path) -> str | None:
-    """Return what a file of /proc or /sys says, or None where this kernel or device has no such file."""
+    """Return the content of a file in /proc or /sys, or None if it cannot be read."""
     try:
         return text(path)
     except OSError:
@@ -58,7 +58,7 @@ def text_or_none(path: Path) -> str | None:
 
 
 def number_or_none(path: Path) -> int | None:
-    """Return the number that a file of /proc or /sys says, or None where there is no such file or number."""
+    """Return the number in a file in /proc or /sys, or None if it cannot be read or has no number."""
     try:
         return number(path)
     except (OSError, ValueError):
@@ -66,29 +66,29 @@ def number_or_none(path: Path) -> int | None:
 
 
 def texts(folder: Path, *names: str) -> Facts:
-    """Return what files of a folder of /sys say, by their names; None for those that are not there."""
+    """Return the contents of files in a folder of /sys by their names, with None for missing files."""
     return {name: text_or_none(folder / name) for name in names}
 
 
 def fields(path: Path) -> dict[str, str]:
-    """Return what a file of /proc says in lines of "name: value"."""
+    """Return the values of a file in /proc with lines of the form "name: value"."""
     lines = (line.partition(":") for line in text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def chosen(options: str) -> str:
-    """Return the option in brackets, as in "always [madvise] never"; the whole text where none is."""
+    """Return the option in brackets, as in "always [madvise] never", or the whole text if there are no brackets."""
     _, bracket, rest = options.partition("[")
     return rest.partition("]")[0] if bracket else options
 
 
 def output_of(command: Sequence[str], timeout_seconds: float) -> str:
-    """Return what a command prints.
+    """Return the standard output of a command.
 
     Raises
     ------
     ProbeError
-        It is not installed, failed, or took longer than it may; the message says which.
+        The command is not installed, failed, or exceeded the time limit.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The file system of a path: how it is mounted, what space it has, and what its files take by direct I/O."""
+"""Facts about the file system of a path: its mount, its space, and the requirements of direct I/O."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _BLOCK_DEVICE = "block device"
-IN_MEMORY = ("tmpfs", "ramfs")  # where files can be written, but never to a drive
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems with regular files, but without a drive
 
 
 def file_system(path: Path) -> Facts:
-    """Return what is known of the file system that holds a path, or of a block device without one.
-
-    Nothing stays behind of what is tried.
-    """
+    """Return the facts about the file system of a path, or about a block device. Test files are removed."""
     direct = attempt(direct_io, path)
     if path.is_block_device():
         number = _number_of(path.stat().st_rdev)
@@ -51,11 +48,11 @@ def file_system(path: Path) -> Facts:
 
 
 def device_number(mount: Facts) -> str | None:
-    """Return the number of the block device that a mount lies on, or None where none is known."""
+    """Return the number of the block device under a mount, or None if it is unknown."""
     number: str = mount["device"]
     if not number.startswith("0:"):
         return number
-    # File systems over several devices (Btrfs) have a made-up number, but name one device as their source.
+    # File systems on several devices (Btrfs) have an anonymous number, but name one device as their source.
     with contextlib.suppress(OSError):
         status = Path(mount["source"]).stat()
         if mount["source"].startswith("/") and stat.S_ISBLK(status.st_mode):
@@ -64,29 +61,30 @@ def device_number(mount: Facts) -> str | None:
 
 
 def direct_io(path: Path) -> Facts:
-    """Try direct I/O on the file, block device or folder at a path.
+    """Test direct I/O on the file, block device or folder at a path.
 
-    A folder is tried with a file of one page that goes with this call, and has no name but on network mounts; a file or
-    device is only read.
+    In a folder, the test uses a temporary file of one page, which has a name only on network mounts. A file or device
+    is only read.
 
     Returns
     -------
     Facts
-        works (or reason), writes (whether the library writes by it, too), memory_alignment and offset_alignment as the
-        library uses them.
+        works (with reason if False), writes (whether tensorferry also writes with direct I/O), and the
+        memory_alignment and offset_alignment that tensorferry uses.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(b"tensorferry" * (len(page) // 11))
-    with _descriptor(path) as (descriptor, made):
-        # "auto" decides as the library's calls do; "always" says whether reads go there where writes do not.
-        file = _core.file_from_descriptor(descriptor, made, "auto")
+    with _descriptor(path) as (descriptor, is_new):
+        # "auto" decides as tensorferry's calls do. If it does not choose direct I/O for writes, "always" shows whether
+        # reads support it.
+        file = _core.file_from_descriptor(descriptor, is_new, "auto")
         scheduler = runtime.default_scheduler()
-        if made:
+        if is_new:
             transfers.transfer(scheduler, file, memory_of(page, writable=False), 0, write=True)
         writes = file.direct
         if not writes:
             try:
-                file = _core.file_from_descriptor(descriptor, made, "always")
+                file = _core.file_from_descriptor(descriptor, is_new, "always")
             except OSError as error:
                 return {"works": False, "reason": str(error.strerror)}
         return {
@@ -102,9 +100,9 @@ def _number_of(device: int) -> str:
 
 
 def _far(mount: Facts) -> Facts:
-    """Return what the kernel has on its way to a server, where it tells.
+    """Return the kernel's limits for requests to the server of a network mount, as far as they are known.
 
-    That of FUSE counts direct reads, too; its control file system must be mounted.
+    FUSE's max_background also limits direct reads. It is known only if the fusectl file system is mounted.
     """
     device = mount["device"]
     connection = Path("/sys/fs/fuse/connections") / device.partition(":")[2]
@@ -126,9 +124,9 @@ def _space(path: Path) -> Facts:
 
 @contextlib.contextmanager
 def _descriptor(path: Path) -> Iterator[tuple[int, bool]]:
-    """Open what is at a path for reading, or make a file in a folder; the flag says whether it was made."""
+    """Open the file or device at a path for reading, or create a file in a folder. The flag is True for a new file."""
     if path.is_dir():
-        # FUSE may know files by their names only.
+        # Some FUSE file systems access files by name, so an unnamed file would be unusable there.
         make: Any = tempfile.NamedTemporaryFile if is_remote(path) else tempfile.TemporaryFile
         with make(dir=path, prefix=".tensorferry-report-") as file:
             yield file.fileno(), True

@@ -1,4 +1,4 @@
-"""Small files that stand beside safetensors files, and may be anybody's: never waited for, or read without a limit."""
+"""Reading of small untrusted files next to safetensors files: indexes and checksums. Sizes are limited."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import tensorferry
 from tensorferry.errors import StorageError
-from tensorferry.safetensors.errors import SafetensorError, something_else
-from tensorferry.safetensors.parsing import nested_dangerously
+from tensorferry.safetensors.errors import SafetensorError, wrong_download
+from tensorferry.safetensors.parsing import is_nested_dangerously
 
 
 def read(path: str, limit_nbytes: int) -> bytes:
-    """Return what is in a file.
+    """Return the content of a file.
 
     Raises
     ------
     FileNotFoundError
-        There is none.
+        The file does not exist.
     SafetensorError
-        It has more than so many bytes.
+        The file is larger than ``limit_nbytes``.
     StorageError
-        It cannot be read.
+        The file cannot be read.
     """
     try:
         file = tensorferry.open(path)
@@ -39,19 +39,19 @@ def read(path: str, limit_nbytes: int) -> bytes:
 
 
 def json_of(data: bytes, path: str, otherwise: str) -> Any:
-    """Return what JSON says, or raise SafetensorError with ``otherwise`` and why it is none."""
+    """Parse JSON. On failure raise SafetensorError with the text ``otherwise`` and the reason."""
     try:
         text = data.decode()
-        if nested_dangerously(text):
+        if is_nested_dangerously(text):
             raise RecursionError("it is nested too deep")
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
-        why = something_else(data) or error
+        why = wrong_download(data) or error
         raise SafetensorError(f"{otherwise}: {why}", path) from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is in it twice")
+        raise ValueError("an object has a duplicate key")
     return found

@@ -1,4 +1,7 @@
-"""Files as Python has them, for what is small or belongs to libraries: of this machine, or objects of a bucket."""
+"""Python file objects for local files and for objects in a bucket.
+
+They serve small reads and libraries that expect a file object; bulk data goes through :class:`File` instead.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from tensorferry.transfer.files import File
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What is asked of a store at a time.
+# A smaller read of an object fetches this many bytes, which saves HTTP requests for later reads of neighbouring bytes.
 _BUFFER_NBYTES = 1 << 20
 
 
 class ObjectStream(io.RawIOBase):
-    """An object of a bucket to be read like a file of Python's; it is pinned, as :class:`File` is.
+    """A raw Python stream that reads an object in a bucket.
+
+    Like :class:`File`, it is pinned to the version of the object that existed when it was opened.
 
     Attributes
     ----------
@@ -29,14 +34,12 @@ class ObjectStream(io.RawIOBase):
         super().__init__()
         self.file = file
         self.name = file.path
-        self._at = 0
-        self._window: tuple[int, bytearray] = (
-            0,
-            bytearray(),
-        )  # what was read last, where little was asked for
+        self._position = 0
+        # The bytes that the last small read fetched, and their offset in the object.
+        self._window: tuple[int, bytearray] = (0, bytearray())
 
     def pread(self, nbytes: int, offset: int) -> bytes:
-        """Do as os.pread does."""
+        """Return up to ``nbytes`` bytes at ``offset``, like :func:`os.pread`."""
         nbytes = max(0, min(nbytes, self.file.size - offset))
         if nbytes >= _BUFFER_NBYTES:
             return bytes(self.file.read(bytearray(nbytes), offset))
@@ -56,21 +59,21 @@ class ObjectStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the object goes."""
-        data = self.pread(len(buffer), self._at)
+        """Read into a buffer up to the end of the object and return the number of bytes read."""
+        data = self.pread(len(buffer), self._position)
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.file.size}[whence]
-        self._at = max(0, begin + offset)
-        return self._at
+        """Set the position and return it."""
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.file.size}[whence]
+        self._position = max(0, begin + offset)
+        return self._position
 
     def tell(self) -> int:
-        """Return the place."""
-        return self._at
+        """Return the position."""
+        return self._position
 
     def close(self) -> None:
         """Close the object."""
@@ -79,27 +82,27 @@ class ObjectStream(io.RawIOBase):
         super().close()
 
 
-def open_plain(path: str, *, buffered: bool = False) -> BinaryIO:
-    """Open a file, or an object of a bucket, for reading."""
+def open_python_file(path: str, *, buffered: bool = False) -> BinaryIO:
+    """Open a local file, or an object in a bucket by its URL, for reading."""
     if not is_url(path):
         return open(path, "rb", buffering=-1 if buffered else 0)
-    return _streamed(File(path), buffered)
+    return _open_object_stream(File(path), buffered)
 
 
-def plain_of(file: File, *, buffered: bool = False) -> BinaryIO:
-    """Open the file of an open one once more, whatever has its name now."""
+def reopen_python_file(file: File, *, buffered: bool = False) -> BinaryIO:
+    """Return a Python file object for the file that ``file`` has open, even if its path now names another file."""
     if file._version is None:
-        return open_plain(f"/proc/self/fd/{file._open_file().descriptor}", buffered=buffered)
-    return _streamed(file._again(), buffered)
+        return open_python_file(f"/proc/self/fd/{file._open_file().descriptor}", buffered=buffered)
+    return _open_object_stream(file._reopen(), buffered)
 
 
-def _streamed(file: File, buffered: bool) -> BinaryIO:
+def _open_object_stream(file: File, buffered: bool) -> BinaryIO:
     stream = ObjectStream(file)
     return cast("BinaryIO", io.BufferedReader(stream, _BUFFER_NBYTES) if buffered else stream)
 
 
-def reading(file: Any) -> tuple[Callable[[int, int], bytes], int]:
-    """Return what reads at an offset (bytes, offset) of an open file of :func:`open_plain`, and the size."""
+def reader_and_size(file: Any) -> tuple[Callable[[int, int], bytes], int]:
+    """Return a function ``read(nbytes, offset)`` for a file object of :func:`open_python_file`, and the file's size."""
     raw = getattr(file, "raw", file)
     if isinstance(raw, ObjectStream):
         return raw.pread, raw.file.size
@@ -107,15 +110,15 @@ def reading(file: Any) -> tuple[Callable[[int, int], bytes], int]:
     return lambda nbytes, offset: os.pread(descriptor, nbytes, offset), os.fstat(descriptor).st_size
 
 
-def again(file: Any) -> File:
-    """Open the very same file once more, whatever has its name now.
+def reopen(file: Any) -> File:
+    """Return a :class:`File` for the file that a file object has open, even if its path now names another file.
 
     Raises
     ------
     StorageError
-        It is an object that has been replaced, or it cannot be opened.
+        The object has been replaced since it was opened, or the file cannot be opened.
     """
     raw = getattr(file, "raw", file)
     if isinstance(raw, ObjectStream):
-        return raw.file._again()
+        return raw.file._reopen()
     return File(f"/proc/self/fd/{file.fileno()}")

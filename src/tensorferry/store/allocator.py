@@ -1,8 +1,13 @@
-"""All the space of a store: pieces are taken from segments, and come back when nothing refers to them.
+"""The allocator of a store's space.
 
-Ctrl-C may come between any two lines. `_taken` is authoritative; all other tables are rebuilt from it after a change
-that was interrupted. Tables change under the store's lock, which is held for arithmetic only: what makes, closes or
-asks for files is done without it.
+A segment is one of the store's files. A piece is the range of a segment that a tensor, or a part of a tensor, occupies.
+The allocator finds space for pieces in the segments, creates segments as needed, and frees a piece once nothing refers
+to it.
+
+The tables are `_allocated`, which has the range of each piece, and the directories' free ranges and counters of bytes.
+KeyboardInterrupt may be raised between any two bytecodes. `_allocated` is authoritative: after an interrupted change,
+all other tables are rebuilt from it. Tables change under the store's lock, which is held for computations only. Files
+are created, queried and closed without the lock.
 """
 
 from __future__ import annotations
@@ -23,16 +28,17 @@ if TYPE_CHECKING:
 
     from tensorferry.store.segments import Extent, Segment, StoreDirectory
 
-# A store is compacted when it has so much more than twice the bytes that are wanted, each segment counted as a mebibyte
-# more, and then until that is so much, and so few segments are hardly worth their descriptors.
+# The excess is the space of a store's segments, plus 1 MiB for each segment because of its descriptor, minus twice the
+# bytes in use. Compaction starts when the excess is larger than _COMPACT_FROM_NBYTES. It ends once the excess, and the
+# number of nearly empty segments, are below the COMPACT_TO limits.
 _COMPACT_FROM_NBYTES = 48 << 20
 COMPACT_TO_NBYTES, COMPACT_TO_COUNT = 16 << 20, 16
-_COUNTED_AS_NBYTES = 1 << 20
+_SEGMENT_OVERHEAD_NBYTES = 1 << 20
 _WAIT_SECONDS = 1.0
 
 
-class Room:
-    """Space in directories."""
+class SegmentAllocator:
+    """An allocator for the space in all directories of a store."""
 
     def __init__(
         self, lock: threading.RLock, segment_nbytes: int, sweep: Callable[[], None]
@@ -40,40 +46,44 @@ class Room:
         self.directories: list[StoreDirectory] = []
         self.closed = False
         self._lock = lock
-        self._grown = threading.Condition(lock)
+        self._grown = threading.Condition(lock)  # notified after each attempt to create a segment
         self._segment_nbytes = segment_nbytes
-        self._sweep = sweep  # lets go of pieces of transfers that have ended
+        self._sweep = sweep  # drops the pieces of transfers that have ended
+        # Weak references to dropped pieces, the oldest first. Appending to a deque is atomic, so the callbacks of the
+        # references need no lock.
         self._freed: deque[weakref.ref[Piece]] = deque()
-        self._taken: dict[weakref.ref[Piece], Extent] = {}
-        self._torn = False
-        self._compact_from_nbytes = _COMPACT_FROM_NBYTES
+        self._allocated: dict[weakref.ref[Piece], Extent] = {}
+        self._is_inconsistent = False
+        self._compact_from_nbytes = _COMPACT_FROM_NBYTES  # the current limit; see is_sparse()
 
     def rounded(self, nbytes: int) -> int:
-        """Return the space that so many bytes take, wherever they go."""
+        """Return the space for ``nbytes``, rounded up to the coarsest granularity of the directories."""
         return max(directory.rounded(nbytes) for directory in self.directories)
 
-    def take(self, nbytes: int, ahead_nbytes: int = 0) -> tuple[Piece, ...]:
-        """Return space for a tensor: one piece, or several of a segment's size and a rest. The lock is not held.
+    def allocate(self, nbytes: int, ahead_nbytes: int = 0) -> tuple[Piece, ...]:
+        """Allocate a tensor: one piece, or, for a large tensor, several pieces of a segment's size and the rest.
 
-        With ``ahead_nbytes`` it is known that so much is going to be taken, this included.
+        The caller must not hold the lock. ``ahead_nbytes`` is the total that the caller is about to allocate, including
+        this tensor. It determines the size of new segments.
         """
         return tuple(
-            self.take_piece(
+            self.allocate_piece(
                 min(self._segment_nbytes, nbytes - begin), ahead_nbytes, self.directories
             )
             for begin in range(0, nbytes, self._segment_nbytes)
         )
 
-    def take_piece(
+    def allocate_piece(
         self, nbytes: int, ahead_nbytes: int, directories: Sequence[StoreDirectory]
     ) -> Piece:
-        """Return space in one of some directories. The lock is not held."""
+        """Allocate a piece in one of the directories. The caller must not hold the lock."""
         failures: dict[StoreDirectory, StorageError] = {}
         while True:
             with self._lock:
                 piece, full = self._find(nbytes, directories, failures)
                 if piece is None and full is None and len(failures) < len(directories):
-                    # Other threads make segments in all that are left; not for ever, since Ctrl-C may stop a notice.
+                    # Other threads are creating segments in all remaining directories. The wait has a timeout, because
+                    # an interrupted thread may not notify this one.
                     self._grown.wait(_WAIT_SECONDS)
                     continue
             self.close_dropped()
@@ -86,38 +96,38 @@ class Room:
             except StorageError as error:
                 failures[full] = error
 
-    def adopt(self, places: Sequence[Extent]) -> tuple[Piece, ...]:
-        """Return what lies in segments that nothing is written to."""
-        for place in places:
-            place.segment.directory.count(place)
-        return tuple(map(self._registered, places))
+    def adopt(self, extents: Sequence[Extent]) -> tuple[Piece, ...]:
+        """Register extents of read-only segments as allocated, and return their pieces."""
+        for extent in extents:
+            extent.segment.directory.account(extent)
+        return tuple(map(self._register, extents))
 
     def reclaim(self) -> None:
-        """Take back the space of all pieces that nothing refers to any more."""
+        """Free the space of all pieces that nothing refers to any more."""
         with self._lock:
-            if self._freed or self._torn:
+            if self._freed or self._is_inconsistent:
                 with self._change():
-                    self._give_freed()
+                    self._free_dropped()
         self.close_dropped()
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Have space for tensors of these sizes beside those that are there; if there is none, nothing has changed.
+        """Reserve space for tensors of these sizes, in addition to those that exist. On failure nothing is reserved.
 
-        The lock is not held. Space that is reserved is not given back before the end.
+        The caller must not hold the lock. Reserved space is returned to the file system only when the store is closed.
         """
         ahead = sum(map(self.rounded, sizes))
         self._check_disks(sum(one.free_nbytes for one in self.directories), ahead)
         before = set(self.segments())
         taken: list[tuple[Piece, ...]] = []
         try:
-            # Taken as the tensors will be, and given back at the end.
+            # Allocate exactly what the tensors will need, and free it at the end. The segments remain.
             for size in sorted(sizes, reverse=True):
-                taken.append(self.take(size, ahead))
+                taken.append(self.allocate(size, ahead))
                 ahead -= self.rounded(size)
         except BaseException:
             taken.clear()
             with self._lock, self._change():
-                self._give_freed()
+                self._free_dropped()
                 for segment in set(self.segments()) - before:
                     if segment.used_nbytes == 0:
                         segment.directory.drop(segment)
@@ -125,20 +135,20 @@ class Room:
             raise
         with self._lock:
             for segment in self.segments():
-                segment.promised = segment.promised or not segment.frozen
+                segment.reserved = segment.reserved or not segment.frozen
         taken.clear()
         self.reclaim()
 
     def freeze(self, segments: Sequence[Segment]) -> None:
-        """Write nothing more to segments, and have space in place of theirs; if there is none, nothing has changed.
+        """Make segments read-only, and replace their space with new segments. On failure nothing changes.
 
-        The lock is not held. What is free in them goes back to the file system.
+        The caller must not hold the lock. Free space in the old segments is returned to the file system.
         """
-        new = [segment for segment in segments if not segment.frozen]
+        writable = [segment for segment in segments if not segment.frozen]
         missing: dict[StoreDirectory, int] = {}
-        promised = {segment.directory for segment in new if segment.promised}
-        for segment in new:
-            nbytes = segment.nbytes if segment.promised else segment.used_nbytes
+        reserved = {segment.directory for segment in writable if segment.reserved}
+        for segment in writable:
+            nbytes = segment.nbytes if segment.reserved else segment.used_nbytes
             missing[segment.directory] = missing.get(segment.directory, 0) + nbytes
         self._check_disks(0, sum(missing.values()))
         made: list[Segment] = []
@@ -147,9 +157,9 @@ class Room:
                 while nbytes > 0:
                     needed = min(nbytes, self._segment_nbytes)
                     with directory.growing:
-                        segment = self._make(directory, needed, nbytes)
+                        segment = self._make_segment(directory, needed, nbytes)
                     made.append(segment)
-                    segment.promised = directory in promised
+                    segment.reserved = directory in reserved
                     nbytes -= segment.nbytes
         except StorageError:
             for segment in made:
@@ -157,15 +167,18 @@ class Room:
             self.close_dropped()
             raise
         self._add(made)
-        self.retire(new)
+        self.retire(writable)
 
     def retire(self, segments: Sequence[Segment]) -> None:
-        """Write nothing more to segments; what is free in them goes back to the file system. The lock is not held."""
+        """Make segments read-only, and return their free space to the file system.
+
+        The caller must not hold the lock.
+        """
         for segment in segments:
             with self._lock, self._change():
                 holes = segment.directory.freeze(segment)
             punched = 0
-            with contextlib.suppress(StorageError):  # a file system that cannot do that
+            with contextlib.suppress(StorageError):  # the file system may not support holes
                 for offset, nbytes in holes:
                     segment.file.punch(offset, nbytes)
                     punched += nbytes
@@ -174,7 +187,7 @@ class Room:
         self.close_dropped()
 
     def close_dropped(self) -> None:
-        """Close the files of which nothing is wanted. The lock is not held."""
+        """Close the files of segments without pieces. The caller must not hold the lock."""
         for directory in self.directories:
             if directory.dropped:
                 directory.close_dropped()
@@ -182,26 +195,29 @@ class Room:
     # Compaction
 
     def is_sparse(self) -> bool:
-        """Return whether it is time to look for segments that may be given up."""
+        """Return whether the unused space justifies compaction now.
+
+        note_compacted() may have raised the limit above the default. The limit falls again with the excess.
+        """
         now = self._sparse_nbytes()
         least = min(self._compact_from_nbytes, now + COMPACT_TO_NBYTES)
         self._compact_from_nbytes = max(least, _COMPACT_FROM_NBYTES)
         return now > self._compact_from_nbytes
 
-    def compacted(self) -> None:
-        """Note that all has been done that can be done: more has to come together before the next attempt."""
+    def note_compacted(self) -> None:
+        """Raise the limit for the next compaction, because this one has done all that is possible now."""
         self._compact_from_nbytes = self._sparse_nbytes() + COMPACT_TO_NBYTES
 
     def sparse_segments(self, most_nbytes: int, most_count: int) -> list[Segment]:
-        """Return which segments are to be given up, the emptiest first, so that the limits are kept. The lock is held.
+        """Return the segments to evacuate to meet the limits, the emptiest first. The caller must hold the lock.
 
-        Each has less than half of its space in use, so that all that stay take at most twice the bytes that are
-        wanted; or it is hardly worth its descriptor.
+        Each of them has less than half of its space in use, or has so few bytes in use that it is not worth its
+        descriptor. The space of the remaining segments is then at most twice the bytes in use plus ``most_nbytes``.
         """
         segments = [
             one
             for one in self.segments()
-            if (one.frozen or not one.promised) and one.used_nbytes != one.stuck_at_nbytes
+            if (one.frozen or not one.reserved) and one.used_nbytes != one.stuck_at_nbytes
         ]
         excess = sum(one.held_nbytes - 2 * one.used_nbytes for one in self.directories)
         found = []
@@ -218,7 +234,7 @@ class Room:
 
     def _sparse_nbytes(self) -> int:
         return sum(
-            one.held_nbytes - 2 * one.used_nbytes + len(one.segments) * _COUNTED_AS_NBYTES
+            one.held_nbytes - 2 * one.used_nbytes + len(one.segments) * _SEGMENT_OVERHEAD_NBYTES
             for one in self.directories
         )
 
@@ -233,48 +249,56 @@ class Room:
         directories: Sequence[StoreDirectory],
         failures: Mapping[StoreDirectory, StorageError],
     ) -> tuple[Piece | None, StoreDirectory | None]:
-        """Return a piece, or the directory that is to grow first; neither where none can now."""
+        """Allocate a piece, and return (piece, None).
+
+        Without space, return (None, the directory in which to create a segment). If other threads are creating segments
+        in all directories that have not failed, return (None, None).
+        """
         if self.closed:
             raise ValueError("the store is closed")
         with self._change():
-            self._give_freed()
-            # In the order in which they are to get so many bytes more, by their weights.
+            self._free_dropped()
+            # The first choice is the directory with the lowest ratio of used bytes to weight after this allocation.
             order = sorted(directories, key=lambda one: (one.used_nbytes + nbytes) / one.weight)
             if not order[0].has_gap(nbytes):
                 self._sweep()
-                self._give_freed()
+                self._free_dropped()
             for directory in order:
-                place = directory.take(nbytes)
-                if place is not None:
-                    return self._registered(place), None
+                extent = directory.allocate(nbytes)
+                if extent is not None:
+                    return self._register(extent), None
                 if directory in failures:
                     continue
                 if not directory.is_growing:
                     return None, directory
-                # Another thread makes a segment there: perhaps slowly, while others have space.
+                # Another thread is creating a segment there, which may be slow. Try the next directory.
             return None, None
 
     def _grow(self, directory: StoreDirectory, nbytes: int, ahead_nbytes: int) -> None:
-        """Make a directory have a gap of so many bytes. The lock is not held."""
+        """Create a segment in a directory, unless it has a gap of ``nbytes``. The caller must not hold the lock."""
         with directory.growing:
             with self._lock:
-                if directory.has_gap(nbytes):  # another thread has made a segment meanwhile
+                # Another thread may have created a segment while this one waited for the lock.
+                if directory.has_gap(nbytes):
                     return
             share = directory.weight / sum(one.weight for one in self.directories)
-            self._add([self._make(directory, nbytes, int(ahead_nbytes * share))])
+            self._add([self._make_segment(directory, nbytes, int(ahead_nbytes * share))])
 
-    def _make(self, directory: StoreDirectory, needed_nbytes: int, ahead_nbytes: int) -> Segment:
+    def _make_segment(
+        self, directory: StoreDirectory, needed_nbytes: int, ahead_nbytes: int
+    ) -> Segment:
         try:
             with self._lock:
-                wanted = directory.wanted_nbytes(ahead_nbytes)
+                ideal_nbytes = directory.next_segment_nbytes(ahead_nbytes)
                 directory.is_growing = True
-            return directory.make(needed_nbytes, wanted)
+            return directory.make_segment(needed_nbytes, ideal_nbytes)
         finally:
             directory.is_growing = False
             with self._lock:
                 self._grown.notify_all()
 
     def _add(self, made: Sequence[Segment]) -> None:
+        """Add new segments to the tables. If the store was closed in the meantime, close them and raise ValueError."""
         with self._lock:
             if not self.closed:
                 with self._change():
@@ -284,44 +308,55 @@ class Room:
         for segment in made:
             segment.directory.dropped.append(segment)
         self.close_dropped()
-        raise ValueError("the store was closed meanwhile")
+        raise ValueError("the store was closed during this call")
 
-    def _registered(self, place: Extent) -> Piece:
-        piece = Piece(place)
-        self._taken[weakref.ref(piece, self._freed.append)] = place
+    def _register(self, extent: Extent) -> Piece:
+        """Return a piece for an allocated extent. The extent is freed after the last reference to the piece is gone."""
+        piece = Piece(extent)
+        # The callback is a C function, so KeyboardInterrupt cannot be raised within it, and it takes no lock: garbage
+        # collection may run it in any thread at any point.
+        self._allocated[weakref.ref(piece, self._freed.append)] = extent
         return piece
 
-    def _give_freed(self) -> None:
+    def _free_dropped(self) -> None:
+        """Free the extents of all pieces in `_freed`, which nothing refers to any more."""
         while self._freed:
-            place = self._taken.pop(self._freed[0], None)
+            # An interrupt between these lines leaves the reference in `_freed`. The next call pops it again, which has
+            # no effect, and _rebuild() recomputes the tables.
+            extent = self._allocated.pop(self._freed[0], None)
             self._freed.popleft()
-            if place is not None:
-                place.segment.directory.give(place)
+            if extent is not None:
+                extent.segment.directory.free(extent)
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        """Change what is free. Where that is interrupted, the next change begins with what is taken."""
-        if self._torn:
+        """Mark the tables as inconsistent during the block. After an interrupt, the next block rebuilds them first."""
+        if self._is_inconsistent:
             self._rebuild()
-        self._torn = True
+        self._is_inconsistent = True
         try:
             yield
         except StorageError:
-            self._torn = False
+            self._is_inconsistent = False
             raise
-        self._torn = False
+        self._is_inconsistent = False
 
     def _rebuild(self) -> None:
+        """Recompute the directories' tables from `_allocated`, after an interrupted change."""
         while self._freed:
-            self._taken.pop(self._freed[0], None)
+            self._allocated.pop(self._freed[0], None)
             self._freed.popleft()
         for directory in self.directories:
             directory.rebuild(
-                [place for place in self._taken.values() if place.segment.directory is directory]
+                [one for one in self._allocated.values() if one.segment.directory is directory]
             )
 
     def _check_disks(self, free_nbytes: int, nbytes: int) -> None:
-        """Raise where the disks have not so much: before they are filled, and others find them full."""
+        """Raise StorageError if the disks, and ``free_nbytes`` in existing segments, have less space than ``nbytes``.
+
+        The check comes before any allocation: a failing attempt would fill the disks, and other programs would find
+        them full for a while.
+        """
         disks = {}
         for directory in self.directories:
             try:
@@ -331,7 +366,7 @@ class Room:
                 message = f"{error.strerror} (asking how much space is free)"
                 raise StorageError(error.errno, message, directory.path) from None
             if disk.f_blocks == 0:
-                return  # a file system that does not tell
+                return  # the file system does not report its size
             disks[device] = disk.f_bavail * disk.f_frsize
         available = free_nbytes + sum(disks.values())
         if nbytes > available:

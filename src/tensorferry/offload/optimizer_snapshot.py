@@ -1,9 +1,11 @@
-"""Everything beside parameters and state that an optimizer may count in: its attributes and its groups' values.
+"""Snapshots of the Python values that an optimizer's step may change besides parameters and their state.
 
-A step is made of many calls of the optimizer, one for each bucket. In memory it is one call. So each call must begin
-with the values that the step began with, and all calls must leave the same values: these are the step's. A `Snapshot`
-holds the values with which a step began. It follows containers and plain objects, and puts what they contained back in
-place, so that whoever holds such an object still has the right one.
+In memory, a step is one call of the optimizer. An offloaded step calls it once for each bucket, that is, for some of
+the parameters. Counters in its attributes, groups and module variables must nevertheless advance once per step. So the
+values at the beginning of the step are restored before each further call, and all calls must leave the same values,
+which are then those after the step. A :class:`Snapshot` holds the values at the beginning of a step. It follows
+containers and plain objects, and restores their contents in place, because other code may hold references to the same
+objects.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tensorferry.transfer.arrays import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Hooks are called once for a step, around all of its calls.
+# The attributes of an optimizer that contain torch's hooks. The hooks of a step run once, around the calls for all
+# buckets.
 HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -33,54 +36,58 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-# Attributes of every torch.optim.Optimizer that are no counters.
-_OF_TORCH = {
+# Attributes of every torch.optim.Optimizer that are not counters.
+_TORCH_ATTRIBUTES = {
     *("state", "param_groups", "_zero_grad_profile_name", "_need_device_dtype_check_for_fused"),
     *HOOKS,
 }
 
-# Methods that offloading puts on the optimizer itself, in place of its class's.
-REPLACED = ("step", "train", "eval", "state_dict", "load_state_dict", "add_param_group")
+# Methods that offloading sets on the optimizer object, where they hide those of its class.
+REPLACED_METHODS = ("step", "train", "eval", "state_dict", "load_state_dict", "add_param_group")
 
-# Larger tensors are not copied for each bucket. A step that changes one is refused.
+# A larger tensor is not copied for each bucket; a step that changes one is refused.
 _LARGE_NUMEL = 1 << 16
 
 _MAX_DEPTH = 12
 _MAX_OBJECTS = 10_000
 
-# Objects of these are no counters, and much can be reached from them.
+# Objects of these modules are not counters, and a large part of the process is reachable from them.
 _SKIPPED = ("logging", "threading", "_thread", "concurrent.futures", "multiprocessing")
 
+# Immutable values, which need no copy.
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Snapshot:
-    """What an optimizer and its groups have now.
+    """The values of an optimizer's attributes, groups and variables at one moment.
 
     Raises
     ------
     NotSeparableError
-        It holds a module, or another optimizer: what a step does by these cannot be seen.
+        The optimizer holds a module or another optimizer, and the effect of a step on these cannot be observed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        # The objects that a step may change, with copies of their contents, by id().
         self._contents: dict[int, tuple[Any, Any]] = {}
-        self._numbers: list[tuple[Any, str, Any]] = []  # outside of the optimizer: where, and which
+        # Variables outside of the optimizer: the container, the name and the value.
+        self._variable_values: list[tuple[Any, str, Any]] = []
+        # Tensors that are too large to be copied, with their names and versions.
         self._large: list[tuple[str, torch.Tensor, int]] = []
         self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        #: Whether parameters, or their ids, are among the values: what a step does may differ for each.
-        self.knows_params = False
+        #: Whether parameters, or their ids, are among the values: then the step may treat each parameter differently.
+        self.refers_to_params = False
         self._variables = list(_variables_of(type(optimizer)))
-        self._note_places()
+        self._snapshot_containers()
         for name, root in self._roots():
-            self._note(name, root, 0)
+            self._snapshot_value(name, root, 0)
 
     def restore(self) -> None:
-        """Have all values as they were, in the objects in which they were."""
+        """Restore all values, in place in the objects that held them."""
         for held, content in self._contents.values():
-            _restored(held, content)
-        for place, name, number in self._numbers:
+            _restore_contents(held, content)
+        for place, name, number in self._variable_values:
             if _variable(place, name) is number:
                 continue
             if isinstance(place, dict):
@@ -89,17 +96,17 @@ class Snapshot:
                 place.cell_contents = number
 
     def frozen(self) -> Any:
-        """Return all values as they are now, for a comparison."""
+        """Return a copy of the current values, for a comparison."""
         memo: dict[int, int] = {}
         return {name: _frozen(root, memo, self._params, 0) for name, root in self._roots()}
 
     def check_large(self) -> None:
-        """Refuse what a step has changed and is too large to be put back for each bucket.
+        """Raise if a step has changed a tensor that is too large to be restored for each bucket.
 
         Raises
         ------
         NotSeparableError
-            It says where the tensor is.
+            The message names the tensor.
         """
         for name, tensor, version in self._large:
             if tensor._version != version:
@@ -110,7 +117,7 @@ class Snapshot:
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
         for name, value in vars(self._optimizer).items():
-            if name not in _OF_TORCH and name not in REPLACED:
+            if name not in _TORCH_ATTRIBUTES and name not in REPLACED_METHODS:
                 yield f"its attribute {name!r}", value
         for number, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
@@ -131,9 +138,9 @@ class Snapshot:
         for name, place, key in self._variables:
             yield name, _variable(place, key)
 
-    def _note(self, name: str, value: Any, depth: int) -> None:
+    def _snapshot_value(self, name: str, value: Any, depth: int) -> None:
         if type(value) is int and value in self._params:
-            self.knows_params = True
+            self.refers_to_params = True
         if isinstance(value, ATOMS) or id(value) in self._contents or depth > _MAX_DEPTH:
             return
         if value is self._optimizer:
@@ -141,18 +148,18 @@ class Snapshot:
         if isinstance(value, torch.nn.Module):
             raise NotSeparableError(
                 f"{type(self._optimizer).__name__} cannot be offloaded: it holds a module ({name}, of class "
-                f"{type(value).__name__}), and may step parameters by it. What would help: an optimizer that knows "
-                "parameters by its groups alone"
+                f"{type(value).__name__}) and may step parameters through it. Remedy: an optimizer that reaches "
+                "parameters only through its groups"
             )
         if isinstance(value, torch.optim.Optimizer):
             raise NotSeparableError(
-                f"{type(self._optimizer).__name__} cannot be offloaded: it hands its steps to another optimizer "
-                f"({name}, of class {type(value).__name__}). What would help: offload that one, and make a "
+                f"{type(self._optimizer).__name__} cannot be offloaded: it passes its steps on to another optimizer "
+                f"({name}, of class {type(value).__name__}). Remedy: offload that one, and make a "
                 f"{type(self._optimizer).__name__} of what offload_optimizer() returns"
             )
         if isinstance(value, torch.Tensor):
             if id(value) in self._params:
-                self.knows_params = True
+                self.refers_to_params = True
             elif value.requires_grad or value.numel() > _LARGE_NUMEL:
                 self._large.append((name, value, value._version))
             elif type(value) is torch.Tensor:
@@ -167,12 +174,16 @@ class Snapshot:
                 )
             self._contents[id(value)] = value, content
         for member in _members(value):
-            self._note(name, member, depth + 1)
+            self._snapshot_value(name, member, depth + 1)
 
-    def _note_places(self) -> None:
-        """Note the dicts of attributes and groups themselves, which gain and lose entries in steps."""
+    def _snapshot_containers(self) -> None:
+        """Record the dicts of attributes and groups themselves, because a step may add and delete their entries."""
         own = vars(self._optimizer)
-        kept = {name: value for name, value in own.items() if name not in (*_OF_TORCH, *REPLACED)}
+        kept = {
+            name: value
+            for name, value in own.items()
+            if name not in (*_TORCH_ATTRIBUTES, *REPLACED_METHODS)
+        }
         self._contents[id(own)] = own, kept
         for group in self._optimizer.param_groups:
             kept = {key: value for key, value in group.items() if key != "params"}
@@ -190,11 +201,11 @@ class Snapshot:
         for _, place, name in self._variables:
             number = _variable(place, name)
             if isinstance(number, ATOMS):
-                self._numbers.append((place, name, number))
+                self._variable_values.append((place, name, number))
 
 
 def _variables_of(kind: type) -> Iterator[tuple[str, Any, str]]:
-    """Yield the variables that a class's own functions may count in: where each is, and its name there."""
+    """Yield the variables in which a class's own functions may count: a description, the container and the name."""
     seen: set[Any] = set()
     for function in _functions_of(kind):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
@@ -212,7 +223,7 @@ def _variables_of(kind: type) -> Iterator[tuple[str, Any, str]]:
 
 
 def _functions_of(kind: type) -> Iterator[types.FunctionType]:
-    """Yield a class's functions, and those around them, but for torch's."""
+    """Yield a class's functions and the functions that they wrap, except torch's."""
     for each in kind.__mro__:
         if each is torch.optim.Optimizer:
             return
@@ -224,14 +235,14 @@ def _functions_of(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _variable(place: Any, name: str) -> Any:
-    """Return the value of a global variable, or what is in a cell; None where there is none."""
+    """Return the value of a global variable or a closure cell, or None if it has none."""
     if isinstance(place, dict):
         return place.get(name)
     return next(iter(_in_cell(place)), None)
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of what an object contains, if that can be put back."""
+    """Return a copy of an object's contents if they can be restored, else None."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, dict):
@@ -244,7 +255,7 @@ def _content(value: Any) -> Any:
 
 
 def _members(value: Any) -> Iterable[Any]:
-    """Return what can be reached from an object."""
+    """Return the objects that are directly reachable from an object."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -262,7 +273,7 @@ def _members(value: Any) -> Iterable[Any]:
 def _in_cell(cell: Any) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return []
 
 
@@ -275,7 +286,7 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
-def _restored(held: Any, content: Any) -> None:
+def _restore_contents(held: Any, content: Any) -> None:
     if isinstance(held, torch.Tensor):
         if not same_bits(held, content):
             with torch.no_grad():
@@ -291,7 +302,7 @@ def _restored(held: Any, content: Any) -> None:
         if isinstance(now, list):
             now[:] = content
             return
-        kept = {name: now[name] for name in _not_counted(now) if name in now}
+        kept = {name: now[name] for name in _keys_to_leave(now) if name in now}
         if len(now) == len(content) + len(kept) and all(
             key in now and now[key] is value for key, value in content.items()
         ):
@@ -304,11 +315,11 @@ def _restored(held: Any, content: Any) -> None:
         (held.update if isinstance(held, set) else held.extend)(content)
 
 
-def _not_counted(now: dict[Any, Any]) -> tuple[str, ...]:
-    """Return the entries of an optimizer's or a group's dict that a snapshot leaves alone."""
+def _keys_to_leave(now: dict[Any, Any]) -> tuple[str, ...]:
+    """Return the keys of an optimizer's or a group's dict that a snapshot does not restore."""
     if "params" in now:
         return ("params",)
-    return (*_OF_TORCH, *REPLACED) if "param_groups" in now else ()
+    return (*_TORCH_ATTRIBUTES, *REPLACED_METHODS) if "param_groups" in now else ()
 
 
 def _frozen(value: Any, memo: dict[int, int], params: set[int], depth: int) -> Any:
@@ -343,11 +354,11 @@ def _frozen(value: Any, memo: dict[int, int], params: set[int], depth: int) -> A
     return "is", id(value)
 
 
-class Draws:
-    """The generators that all share, torch's, Python's and NumPy's, as they are now."""
+class RngSnapshot:
+    """The states of the global random number generators of torch, Python and NumPy at one moment."""
 
     def __init__(self) -> None:
-        # NumPy's are there only where somebody has used them.
+        # NumPy's generator counts only if the process has imported numpy.random.
         self._numpy: Any = sys.modules.get("numpy.random")
         self._before = self._now()
 
@@ -355,8 +366,8 @@ class Draws:
         of_numpy = () if self._numpy is None else self._numpy.get_state()
         return torch.get_rng_state(), random.getstate(), of_numpy
 
-    def were_made(self) -> bool:
-        """Return whether anything has been drawn since."""
+    def has_changed(self) -> bool:
+        """Return whether any random number has been drawn since the snapshot."""
         (torchs, pythons, numpys), now = self._before, self._now()
         return (
             not torch.equal(torchs, now[0])
@@ -367,8 +378,8 @@ class Draws:
             )
         )
 
-    def undo(self) -> None:
-        """Let all of it be drawn again."""
+    def restore(self) -> None:
+        """Restore the generators, so the same numbers are drawn again."""
         torch.set_rng_state(self._before[0])
         random.setstate(self._before[1])
         if self._numpy is not None:
@@ -376,12 +387,12 @@ class Draws:
 
 
 def frozen(value: Any) -> Any:
-    """Return a copy of a value and of what it contains, for a comparison."""
+    """Return a copy of a value and of its contents, for a comparison."""
     return _frozen(value, {}, set(), 0)
 
 
 def differing(left: Any, right: Any) -> str | None:
-    """Return the name of the first value in which two frozen ones differ."""
+    """Return the name of the first value in which two results of :meth:`Snapshot.frozen` differ, or None."""
     for name in (*left, *(name for name in right if name not in left)):
         if name not in left or name not in right or not same(left[name], right[name]):
             return str(name)
@@ -389,7 +400,7 @@ def differing(left: Any, right: Any) -> str | None:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal, tensors and floating-point numbers bit for bit."""
+    """Return whether two values are equal; tensors and floating-point numbers are compared bit for bit."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -410,14 +421,14 @@ def same(left: Any, right: Any) -> bool:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape have the same bytes: NaNs are equal, 0.0 and -0.0 are not."""
+    """Return whether two tensors of the same dtype and shape have the same bytes: NaN equals NaN, 0.0 is not -0.0."""
     if left.device.type == "meta" or right.device.type == "meta":
         return left.device == right.device
     return torch.equal(tensor_bytes(left.contiguous()), tensor_bytes(right.contiguous()))
 
 
 def reaches_tensor(value: Any) -> bool:
-    """Return whether a tensor can be reached from an object."""
+    """Return whether a tensor is reachable from an object."""
     seen: set[int] = set()
     left = [value]
     while left and len(seen) < _MAX_OBJECTS:

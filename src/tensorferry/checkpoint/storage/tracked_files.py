@@ -1,4 +1,4 @@
-"""Files that torch's own code writes: watched, as its threads and streams hide what goes wrong."""
+"""A file system for torch's own writer that records failures, because torch's threads and streams hide them."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ if TYPE_CHECKING:
 _MAX_WAIT_SECONDS = 60.0
 
 
-class WatchedFileSystem(filesystem.FileSystem):
-    """torch's files, of which failures are kept, also those of threads that nobody asks, or waits for."""
+class TrackedFileSystem(filesystem.FileSystem):
+    """torch's file system with a record of failures, including those of threads that torch neither checks nor joins."""
 
     def __init__(self, sync: bool) -> None:
         super().__init__()
         self.written: list[Path] = []
         self.failures: list[BaseException] = []
         self._sync = sync
-        self._given_up = False
+        self._is_stopped = False
         self._open_count = 0
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file."""
-        with self._changed:
-            if self._given_up:
+        """Open a file, and record its path; also record the error if writing the file fails."""
+        with self._condition:
+            if self._is_stopped:
                 raise OSError(errno.ECANCELED, "the save has failed in another thread", str(path))
             self.written.append(Path(path))
             self._open_count += 1
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-            # Before torch 2.14, its own came before Python's buffer had been written.
+            # fsync here: before torch 2.14, torch's own fsync ran before Python's buffer was flushed.
             if self._sync:
                 publication.sync_file(Path(path))
         except BaseException as error:
             self.failures.append(error)
             raise
         finally:
-            with self._changed:
+            with self._condition:
                 self._open_count -= 1
-                self._changed.notify_all()
+                self._condition.notify_all()
 
-    def give_up(self) -> None:
-        """Open no more files, and return when those that are open have been closed."""
-        with self._changed:
-            self._given_up = True
-            self._changed.wait_for(lambda: self._open_count == 0, _MAX_WAIT_SECONDS)
+    def stop(self) -> None:
+        """Refuse to open more files, and return when all open files have been closed."""
+        with self._condition:
+            self._is_stopped = True
+            self._condition.wait_for(lambda: self._open_count == 0, _MAX_WAIT_SECONDS)

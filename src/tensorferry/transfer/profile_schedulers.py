@@ -1,7 +1,9 @@
-"""One scheduler to look at, several behind it: each transfer is served by the settings that were proven for it.
+"""Several schedulers behind the interface of one: each transfer uses the settings of the profile for it.
 
-Imported only where profiles are kept. A profile is of one file system, one direction and one kind of memory. The first
-file on a device decides, once, which profiles its file system has; then a transfer looks up its direction and memory.
+This module is imported only if profiles are stored. A profile has settings that ``tensorferry tune`` measured for one
+file system, one direction and one kind of memory. When the first file on a device is opened, the profiles of its file
+system are looked up; later transfers only select among these by direction and memory. Transfers without a profile use
+the plain scheduler, which has default settings.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.transfer import profiles as store
+from tensorferry.transfer import profiles as profile_store
 from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
@@ -27,77 +29,84 @@ if TYPE_CHECKING:
     MakeScheduler = Callable[[Settings], _core.Scheduler]
     Location = tuple[int, int]
 
-# Schedulers own threads and rings: beyond so many different settings, and devices, the plain one serves.
+# Every scheduler owns threads and rings. Beyond _MAX_SCHEDULERS different settings, or for files on more than
+# _MAX_DEVICES devices, the plain scheduler is used.
 _MAX_SCHEDULERS = 8
 _MAX_DEVICES = 256
 
+# wait_for_progress() waits at most this long for one scheduler before it waits for the next one.
 _WAIT_SLICE_SECONDS = 0.1
 
 
 def with_profiles(
     plain: _core.Scheduler, path: str, make: MakeScheduler
 ) -> _core.Scheduler | ProfiledScheduler:
-    """Return a scheduler that uses the profiles of a file, each by one that `make` gives; without any, `plain`."""
-    profiles = store.load(Path(path))
+    """Return a scheduler that uses the profiles in a file, or ``plain`` if the file has none.
+
+    ``make(settings)`` creates the scheduler of a profile.
+    """
+    profiles = profile_store.load(Path(path))
     return ProfiledScheduler(plain, profiles, make) if profiles else plain
 
 
-class SeveralSchedulers:
-    """Serves as a `_core.Scheduler`; `plain` moves what no profile is for. All are used and looked at as one."""
+class SchedulerGroup:
+    """Several schedulers with the interface of a `_core.Scheduler`; `plain` serves transfers without a profile."""
 
     def __init__(self, plain: _core.Scheduler) -> None:
         self.plain = plain
         self._latest = plain
-        self._settings: dict[_core.Scheduler, Settings] = {}  # of all but the plain one
+        self._settings: dict[
+            _core.Scheduler, Settings
+        ] = {}  # of all schedulers except the plain one
 
     def of(
         self, file: _core.File, write: bool, location: Location | None = None
     ) -> _core.Scheduler:
-        """Return the scheduler for a transfer; ``location`` is that of GPU memory."""
+        """Return the scheduler of a transfer; ``location`` is that of its GPU memory, or None for host memory."""
         raise NotImplementedError
 
-    def of_file(self, file: _core.File) -> SeveralSchedulers | _core.Scheduler:  # noqa: ARG002
-        """Return what serves all transfers of a file."""
+    def of_file(self, file: _core.File) -> SchedulerGroup | _core.Scheduler:  # noqa: ARG002
+        """Return what serves all transfers of a file: one scheduler, or a group that selects among several."""
         return self
 
     def all(self) -> list[_core.Scheduler]:
-        """Return all of them, the plain one first."""
+        """Return all schedulers, the plain one first."""
         raise NotImplementedError
 
     def run(self, file: _core.File, *arguments: Any) -> _core.Request | None:
-        """Move one array of a blocking call, as the core does."""
+        """Move one array in a blocking call; see `_core.Scheduler.run`."""
         write, location = arguments[3], arguments[9] if len(arguments) > 9 else None
         return self.of(file, write, location).run(file, *arguments)
 
     def run_plain(
         self, file: _core.File, array: object, offset: object, write: bool, *how: bool
     ) -> bool:
-        """Move one plain array, which is in host memory, of a blocking call, as the core does."""
+        """Move one contiguous array in host memory in a blocking call; see `_core.Scheduler.run_plain`."""
         sync, background = how
         return self.of(file, write).run_plain(file, array, offset, write, sync, background)
 
     def start_plain(
         self, file: _core.File, array: object, offset: object, write: bool, *how: bool
     ) -> Any:
-        """Begin to move one plain array, which is in host memory, as the core does."""
+        """Start to move one contiguous array in host memory; see `_core.Scheduler.start_plain`."""
         sync, background = how
         return self.of(file, write).start_plain(file, array, offset, write, sync, background)
 
     def latest_settings(self) -> Settings | None:
-        """Return the settings that the last transfer went by; None if they were no profile's."""
+        """Return the settings of the last transfer if they were those of a profile, else None."""
         return self._settings.get(self._latest)
 
     def reap(self) -> None:
-        """Drop the owners of what has finished."""
+        """Release the references to the memory of transfers that have ended."""
         for scheduler in self.all():
             scheduler.reap()
 
     def outstanding(self) -> int:
-        """Return how many transfers have not ended."""
+        """Return the number of transfers that have not ended."""
         return sum(scheduler.outstanding() for scheduler in self.all())
 
     def wait_for_progress(self, timeout_seconds: float) -> bool:
-        """Wait until a transfer ends; False when time is over, True at once where none is outstanding."""
+        """Wait until a transfer ends; return False on timeout, and True immediately if none is outstanding."""
         end = time.monotonic() + timeout_seconds
         while busy := [scheduler for scheduler in self.all() if scheduler.outstanding() > 0]:
             for scheduler in busy:
@@ -109,48 +118,49 @@ class SeveralSchedulers:
         return True
 
     def check_usable(self) -> None:
-        """Raise ValueError once closed, RuntimeError in a forked child."""
+        """Raise ValueError after close(), RuntimeError in a forked child."""
         self.plain.check_usable()
 
     def belongs_to_this_process(self) -> bool:
-        """Return whether this is the process that made it."""
+        """Return whether this process created the schedulers."""
         return self.plain.belongs_to_this_process()
 
     @property
     def engine(self) -> str:
-        """The engine that moved the last transfer."""
+        """The engine of the last transfer."""
         return self._latest.engine
 
     @property
     def refusals(self) -> list[tuple[str, str]]:
-        """The engines that the plain scheduler tried first, and why each could not be had."""
+        """The engines that the plain scheduler tried without success, each with the reason."""
         return self.plain.refusals
 
     def stats(self) -> dict[str, Any]:
-        """Return the sums of all counters."""
+        """Return the counters of all schedulers, added up."""
         return {
             **summed_stats([scheduler.stats() for scheduler in self.all()]),
             "engine": self.engine,
         }
 
     def close(self, patience_seconds: float, interruptible: bool = False) -> bool:
-        """Finish what is outstanding and end all workers; return whether the kernel finished all."""
+        """Wait for outstanding requests and end all workers; return whether all requests ended."""
         return all(_core.close_together(self.all(), patience_seconds, interruptible))
 
 
-class FileSystemSchedulers(SeveralSchedulers):
-    """The schedulers for the files of one file system, by direction and memory; others serve there as well."""
+class FileSystemSchedulers(SchedulerGroup):
+    """The schedulers for the files of one file system, by direction and memory."""
 
     def __init__(
         self,
         plain: _core.Scheduler,
-        tuned: dict[store.Use, _core.Scheduler],
+        tuned: dict[profile_store.Use, _core.Scheduler],
         settings: dict[_core.Scheduler, Settings],
     ) -> None:
         super().__init__(plain)
         self._settings = settings
         self._tuned = tuned
-        self._names: dict[int | None, str] = {None: store.HOST}
+        # The name that profiles have for the memory of a GPU, by its number, and for host memory (None).
+        self._names: dict[int | None, str] = {None: profile_store.HOST}
         self._latest = next(iter(tuned.values()), plain)
 
     def of(
@@ -159,29 +169,35 @@ class FileSystemSchedulers(SeveralSchedulers):
         write: bool,
         location: Location | None = None,
     ) -> _core.Scheduler:
-        """Return the scheduler for a transfer."""
+        """Return the scheduler of a transfer."""
         device = None if location is None else location[0]
         memory = self._names.get(device)
         if memory is None:
-            memory = self._names[device] = store.memory_name(device)
+            memory = self._names[device] = profile_store.memory_name(device)
         direction = "write" if write else "read"
         self._latest = self._tuned.get((direction, memory), self.plain)
         return self._latest
 
     def all(self) -> list[_core.Scheduler]:
-        """Return all of them, each once."""
+        """Return all schedulers, each once."""
         return list(dict.fromkeys([self.plain, *self._tuned.values()]))
 
     def stats(self) -> dict[str, Any]:
-        """Return the sums of the counters of those that move host memory, or have a profile."""
-        host = [self._tuned.get((each, store.HOST), self.plain) for each in store.DIRECTIONS]
+        """Return the counters, added up, of the schedulers that move host memory or have a profile."""
+        host = [
+            self._tuned.get((each, profile_store.HOST), self.plain)
+            for each in profile_store.DIRECTIONS
+        ]
         counted = dict.fromkeys([*host, *self._tuned.values()])
         every = [scheduler.stats() for scheduler in counted]
         return {**summed_stats(every), "engine": self.engine}
 
 
-class ProfiledScheduler(SeveralSchedulers):
-    """Looks up the file system of each file. Equal settings share a scheduler, whichever file systems have them."""
+class ProfiledScheduler(SchedulerGroup):
+    """The schedulers of all file systems, selected by the device of each file.
+
+    File systems with equal settings share a scheduler.
+    """
 
     def __init__(
         self, plain: _core.Scheduler, profiles: list[Profile], make: MakeScheduler
@@ -190,18 +206,19 @@ class ProfiledScheduler(SeveralSchedulers):
         self._make = make
         self._profiles = profiles
         self._by_device: dict[int, FileSystemSchedulers | _core.Scheduler] = {}
+        # The settings of the profiles in use, by mount point, and then by direction and memory.
         self._in_use: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def of_file(self, file: _core.File) -> SeveralSchedulers | _core.Scheduler:
-        """Return what serves a file, in either direction: the plain one where its file system has no profile."""
+    def of_file(self, file: _core.File) -> SchedulerGroup | _core.Scheduler:
+        """Return the schedulers of a file; the plain scheduler if its file system has no profile."""
         return self._by_device.get(file.device) or self._choose(file)
 
     def of(
         self, file: _core.File, write: bool, location: Location | None = None
     ) -> _core.Scheduler:
-        """Return the scheduler for a transfer."""
+        """Return the scheduler of a transfer."""
         found = self.of_file(file)
         if not isinstance(found, _core.Scheduler):
             found = found.of(file, write, location)
@@ -209,15 +226,15 @@ class ProfiledScheduler(SeveralSchedulers):
         return found
 
     def all(self) -> list[_core.Scheduler]:
-        """Return all that were made."""
+        """Return all schedulers created so far."""
         return [self.plain, *self._settings]
 
     def stats(self) -> dict[str, Any]:
-        """Return the sums of all counters and, by mount point, direction and memory, the profiles in use."""
+        """Return the counters, added up, and the profiles in use by mount point, direction and memory."""
         return {**super().stats(), "profiles": dict(self._in_use)}
 
     def close(self, patience_seconds: float, interruptible: bool = False) -> bool:
-        """Finish what is outstanding and end all workers; return whether the kernel finished all."""
+        """Wait for outstanding requests and end all workers; return whether all requests ended."""
         with self._lock:
             self._closed = True
         return super().close(patience_seconds, interruptible)
@@ -227,10 +244,10 @@ class ProfiledScheduler(SeveralSchedulers):
             if self._closed or len(self._by_device) >= _MAX_DEVICES:
                 return self.plain
             found: FileSystemSchedulers | _core.Scheduler = self.plain
-            # Its mount may be out of sight, and stays so.
+            # If the file's mount is not visible to this process, the device keeps the plain scheduler.
             with contextlib.suppress(OSError, ValueError):
-                system = store.file_system_of_open(file.descriptor)
-                profiles = store.profiles_of(system, self._profiles)
+                system = profile_store.file_system_of_open(file.descriptor)
+                profiles = profile_store.profiles_of(system, self._profiles)
                 tuned = {each.use: self._scheduler_with(each.settings) for each in profiles}
                 if tuned:
                     found = FileSystemSchedulers(self.plain, tuned, self._settings)
@@ -253,8 +270,8 @@ class ProfiledScheduler(SeveralSchedulers):
         try:
             scheduler = self._make(settings)
         except EngineUnavailableError:
-            # What was tuned outside a container may not be had inside.
+            # An engine that was tuned outside of a container may not work inside.
             scheduler = self._make(dataclasses.replace(settings, engine=None))
-        # Replaced as a whole: other threads may be going through them.
+        # Replace the dict instead of changing it, because other threads may be iterating over it without the lock.
         self._settings = {**self._settings, scheduler: settings}
         return scheduler

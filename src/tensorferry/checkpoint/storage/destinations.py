@@ -1,8 +1,9 @@
-"""How the bytes of an item get into their destination: what is wanted of a file, with sinks.
+"""Read requests that put an item's bytes into its destination tensor.
 
-Bytes that lie in a tensor as they do in the file, in one range or in long enough rows, are wanted right there, on a GPU
-as on the host. Others come to slabs, small boxes of the stored tensor in temporary memory, which torch then copies,
-converts and lays out as the destination wants it; by the thread that loads, as all that concerns destinations.
+Bytes whose layout in the tensor equals that in the file, as one range or as rows that are long enough, are read
+directly into the tensor, on a GPU as on the host. All other bytes are read into slabs: temporary host memory for small
+boxes of the stored tensor. torch then copies and converts each slab into the destination. The loading thread makes
+these copies; it is the only thread that touches destinations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tensorferry.base.ranges import (
     slabs,
     strides_of,
 )
-from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
+from tensorferry.checkpoint.storage.reading import GAP_NBYTES, ReadRequest
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
@@ -31,26 +32,26 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
 Put: TypeAlias = "Callable[[Sequence[int], torch.Tensor], None]"
-"""What takes a box of a slice, and where in the slice that begins; the box is used again once it returns."""
+"""Receives the offsets of a box within a slice, and the box; the box's memory is reused after the call."""
 
 _SLAB_NBYTES = 1 << 20
-# Shorter rows are collected in slabs: to copy them costs less than to ask for each.
+# Shorter rows are collected in slabs, because a copy costs less than a separate read request for each row.
 _MIN_ROW_NBYTES = 64 << 10
 
 
-class Delivery:
-    """Counts an item's bytes; when all are where they belong, from :meth:`begin` on, ``finish`` is called.
+class ItemCompletion:
+    """Counts an item's bytes as they arrive, and calls ``finish`` after the last one.
 
     Parameters
     ----------
     nbytes : int
-        How many it has.
+        The item's size.
     finish : function without arguments, optional
-        Called once.
+        Called once, from :meth:`begin` or later.
     count : function of an int, optional
-        Told of bytes that have arrived.
-    takes_crc : bool
-        Whether to have the CRC-32 of all its bytes, which lie in one range of the file.
+        Called with the number of bytes that have arrived.
+    needs_crc : bool
+        Whether to compute the CRC-32 of all the item's bytes, which must be one range of the file.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Delivery:
         finish: Callable[[], None] = lambda: None,
         count: Callable[[int], None] = lambda _: None,
         *,
-        takes_crc: bool = False,
+        needs_crc: bool = False,
     ) -> None:
-        self.takes_crc = takes_crc
+        self.needs_crc = needs_crc
         self._missing_nbytes = nbytes
         self._finish = finish
         self._count = count
@@ -69,32 +70,33 @@ class Delivery:
 
     @property
     def crc(self) -> int:
-        """The CRC-32, when all has arrived."""
+        """The CRC-32 of all bytes; valid once they have all arrived."""
         total = 0
         for _, nbytes, crc in sorted(self._crcs):
             total = crc32_combine(total, crc, nbytes)
         return total
 
-    def begin(self, wants: Iterator[Want]) -> Iterator[Want]:
-        """Return what is wanted; if there is nothing to wait for, finish."""
+    def begin(self, requests: Iterator[ReadRequest]) -> Iterator[ReadRequest]:
+        """Return ``requests`` unchanged. An item without bytes finishes here, as no request will ever arrive."""
         if self._missing_nbytes == 0:
             self._end()
-        return wants
+        return requests
 
     def add_crc(self, begin: int, end: int, crc: int) -> None:
-        """Take note of the CRC-32 of a part."""
-        if self.takes_crc:
+        """Record the CRC-32 of one part."""
+        if self.needs_crc:
             self._crcs.append((begin, end - begin, crc))
 
     def arrived(self, nbytes: int) -> None:
-        """Take note that so many more bytes are where they belong."""
+        """Count ``nbytes`` more bytes as delivered to the destination."""
         self._missing_nbytes -= nbytes
         self._count(nbytes)
         if self._missing_nbytes == 0:
             self._end()
 
     def _end(self) -> None:
-        # It may refer to this object, and to memory that is to go as soon as nobody else needs it.
+        # `finish` may refer to this object and to large memory: drop the reference, so both are freed without the
+        # garbage collector.
         finish, self._finish = self._finish, _nothing
         finish()
 
@@ -104,36 +106,37 @@ def _nothing() -> None:
 
 
 class Memory:
-    """A sink that is memory: bytes from ``begin`` in the file on. Without any, bytes are verified only."""
+    """A sink for one array that begins at ``begin`` in the file; without an array, bytes are only verified."""
 
-    def __init__(self, delivery: Delivery, begin: int = 0, memory: Any = None) -> None:
-        self.takes_crc = delivery.takes_crc
-        self._delivery = delivery
+    def __init__(self, completion: ItemCompletion, begin: int = 0, memory: Any = None) -> None:
+        self.needs_crc = completion.needs_crc
+        self._completion = completion
         self._begin = begin
         self._memory = memory
 
     def memory(self, begin: int, end: int) -> Any:
-        """Return the place of bytes."""
+        """Return the part of the array for bytes ``begin`` to ``end`` of the file."""
         if self._memory is None:
             return None
         return self._memory[begin - self._begin : end - self._begin]
 
     def arrived(self, begin: int, end: int, crc: int) -> None:
-        """Count them."""
-        self._delivery.add_crc(begin, end, crc)
-        self._delivery.arrived(end - begin)
+        """Count the bytes."""
+        self._completion.add_crc(begin, end, crc)
+        self._completion.arrived(end - begin)
 
 
-class Boxes:
-    """Temporary memory for slabs, used again: the allocator would scatter fresh ones, and keep their pages."""
+class BufferPool:
+    """A pool of temporary memory for slabs; fresh allocations would fragment the heap and keep its pages resident."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory of so many bytes or more, aligned for any dtype."""
+        """Return memory of ``nbytes`` or more, aligned for any dtype."""
         assert nbytes <= _SLAB_NBYTES
-        # Only what nearly fills one: Reading bounds slabs by what is wanted of them.
+        # Only requests that nearly fill a slab get pooled memory, which has a full slab's size: the memory limit of
+        # Reading counts requested bytes, so small requests with full slabs would need more memory than it allows.
         if nbytes > _SLAB_NBYTES // 8 * 7:
             if self._kept:
                 return self._kept.pop()
@@ -141,36 +144,42 @@ class Boxes:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, box: torch.Tensor) -> None:
-        """Keep memory that nobody uses any more, if it is of the size that is taken again."""
+        """Return unused memory to the pool, which keeps memory of a full slab's size and frees any other."""
         if box.numel() == _SLAB_NBYTES:
             self._kept.append(box)
 
 
 class _SlabSink:
-    """A slab on its way to who puts it into a tensor."""
+    """A sink that collects one slab and passes it to ``put`` when it is complete."""
 
     def __init__(
-        self, delivery: Delivery, slab: Slab, begin: int, payload: Payload, put: Put, boxes: Boxes
+        self,
+        completion: ItemCompletion,
+        slab: Slab,
+        begin: int,
+        payload: Payload,
+        put: Put,
+        pool: BufferPool,
     ) -> None:
-        self.takes_crc = delivery.takes_crc
-        self._delivery = delivery
+        self.needs_crc = completion.needs_crc
+        self._completion = completion
         self._slab = slab
         self._begin = begin
         self._missing_nbytes = slab.span * payload.dtype.itemsize
         self._payload = payload
         self._put = put
-        self._boxes = boxes
+        self._pool = pool
         self._box: torch.Tensor | None = None
 
     def memory(self, begin: int, end: int) -> Any:
-        """Return the place of bytes in temporary memory."""
+        """Return the part of the slab's memory for bytes ``begin`` to ``end`` of the file."""
         if self._box is None:
-            self._box = self._boxes.take(self._slab.span * self._payload.dtype.itemsize)
+            self._box = self._pool.take(self._slab.span * self._payload.dtype.itemsize)
         return self._box[begin - self._begin : end - self._begin]
 
     def arrived(self, begin: int, end: int, crc: int) -> None:
-        """Pass the slab on when all are there."""
-        self._delivery.add_crc(begin, end, crc)
+        """Count the bytes, and pass the slab on when all have arrived."""
+        self._completion.add_crc(begin, end, crc)
         self._missing_nbytes -= end - begin
         if self._missing_nbytes == 0:
             self._pass_on()
@@ -181,23 +190,24 @@ class _SlabSink:
         box = self._box[: self._slab.span * dtype.itemsize].view(dtype)
         box = box.as_strided(self._slab.lengths, strides_of(self._payload.ordered_sizes))
         self._put(self._slab.offsets, box)
-        self._boxes.give_back(self._box)
+        self._pool.give_back(self._box)
         self._box = None
-        self._delivery.arrived(box.numel() * box.element_size())
+        self._completion.arrived(box.numel() * box.element_size())
 
 
-def deliver(
-    delivery: Delivery,
+def slice_requests(
+    completion: ItemCompletion,
     payload: Payload,
     offsets: Sequence[int],
     lengths: Sequence[int],
     target: torch.Tensor,
     gap_nbytes: int,
-    boxes: Boxes,
-) -> Iterator[Want]:
-    """Return what puts a slice into a plain strided tensor of the slice's size.
+    pool: BufferPool,
+) -> Iterator[ReadRequest]:
+    """Return the requests that read a slice into a plain strided tensor of the slice's size.
 
-    ``gap_nbytes`` unwanted bytes in a row are not worth a transfer more; slabs come to ``boxes``.
+    A gap of up to ``gap_nbytes`` unwanted bytes is read rather than split into two transfers; slabs use memory of
+    ``pool``.
     """
     order = payload.order
     sizes, itemsize = payload.ordered_sizes, payload.dtype.itemsize
@@ -211,72 +221,75 @@ def deliver(
         for index in itertools.product(*map(range, lengths[: found.dims])):
             begin = payload.begin + found.place(index) * itemsize
             memory = tensor_bytes(target[index])
-            yield Want(begin, begin + memory.numel(), Memory(delivery, begin, memory))
+            yield ReadRequest(begin, begin + memory.numel(), Memory(completion, begin, memory))
         return
     put = functools.partial(copy_box, target)
-    yield from in_boxes(delivery, payload, offsets, lengths, put, gap_nbytes, boxes)
+    yield from slab_requests(completion, payload, offsets, lengths, put, gap_nbytes, pool)
 
 
-def in_boxes(
-    delivery: Delivery,
+def slab_requests(
+    completion: ItemCompletion,
     payload: Payload,
     offsets: Sequence[int],
     lengths: Sequence[int],
     put: Put,
     gap_nbytes: int,
-    boxes: Boxes,
-) -> Iterator[Want]:
-    """Return what has a slice, its dimensions in the payload's order, passed on in slabs to ``put``."""
+    pool: BufferPool,
+) -> Iterator[ReadRequest]:
+    """Return the requests that read a slice as slabs, and pass each slab to ``put``.
+
+    ``offsets`` and ``lengths`` are in the payload's order of dimensions.
+    """
     itemsize = payload.dtype.itemsize
     for slab in _slabs(payload, offsets, lengths, gap_nbytes):
         begin = payload.begin + slab.begin * itemsize
-        sink = _SlabSink(delivery, slab, begin, payload, put, boxes)
-        yield Want(begin, begin + slab.span * itemsize, sink)
+        sink = _SlabSink(completion, slab, begin, payload, put, pool)
+        yield ReadRequest(begin, begin + slab.span * itemsize, sink)
 
 
 def copy_box(target: torch.Tensor, offsets: Sequence[int], box: torch.Tensor) -> None:
-    """Copy a box of values to its place in a tensor."""
+    """Copy a box of values to ``offsets`` in a tensor."""
     place = tuple(
         slice(offset, offset + length) for offset, length in zip(offsets, box.shape, strict=True)
     )
-    # Views of inference tensors may be changed in that mode only.
+    # Views of inference tensors may only be changed in inference mode.
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
         (target[place] if place else target).copy_(box)
 
 
-def collected(
+def range_requests(
     parts: Sequence[tuple[int, int, bytearray]],
     finish: Callable[[], None],
     count: Callable[[int], None] = lambda _: None,
-) -> Iterator[Want]:
-    """Return what has ranges (begin, end, memory) of a file read, and ``finish`` called when all of them are there."""
-    whole = Delivery(sum(end - begin for begin, end, _ in parts), finish, count)
+) -> Iterator[ReadRequest]:
+    """Return the requests that read ranges (begin, end, memory) of a file; ``finish`` is called after the last one."""
+    whole = ItemCompletion(sum(end - begin for begin, end, _ in parts), finish, count)
     return whole.begin(
-        Want(begin, end, Memory(whole, begin, memoryview(data)))
+        ReadRequest(begin, end, Memory(whole, begin, memoryview(data)))
         for begin, end, data in parts
         if data
     )
 
 
-def verification(
+def verification_requests(
     payload: Payload, offsets: Sequence[int], lengths: Sequence[int], gap_nbytes: int
-) -> Iterator[Want]:
-    """Return what has the bytes verified that :func:`deliver` would want."""
+) -> Iterator[ReadRequest]:
+    """Return requests that only verify the bytes that :func:`slice_requests` would read for the same slice."""
     sizes, itemsize = payload.ordered_sizes, payload.dtype.itemsize
     offsets = [offsets[dim] for dim in payload.order]
     lengths = [lengths[dim] for dim in payload.order]
     assert is_inside(sizes, offsets, lengths)
     run = contiguous_run(sizes, offsets, lengths)
     ranges = [run] if run is not None else _slabs(payload, offsets, lengths, gap_nbytes)
-    nowhere = Memory(Delivery(0))
+    nowhere = Memory(ItemCompletion(0))
     for place, count, *_ in ranges:
         begin = payload.begin + place * itemsize
         if count:
-            yield Want(begin, begin + count * itemsize, nowhere)
+            yield ReadRequest(begin, begin + count * itemsize, nowhere)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether parts of a tensor can be copied into by themselves."""
+    """Return whether parts of a tensor can be written separately through its memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -287,8 +300,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def resolved(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
-    """Return the values of a tensor that has the elements of a payload."""
+def apply_conj_neg(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
+    """Return a tensor of a payload's elements with the payload's conjugate and negative bits applied."""
     if payload.conj:
         tensor = tensor.conj().resolve_conj()
     return tensor.neg() if payload.neg else tensor

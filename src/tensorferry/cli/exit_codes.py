@@ -1,0 +1,129 @@
+"""Exit codes and error output of the commands: 0 success, 1 failure, 2 invalid arguments, 130 interrupted.
+
+Each problem is one line on stderr, which begins with the command's name. Commands never print a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ExitError(Exception):
+    """The end of a command with an exit code and a line for each problem."""
+
+    def __init__(self, code: int, problems: Iterable[object] = ()) -> None:
+        super().__init__(code)
+        self.code = code
+        self.problems = [str(problem) for problem in problems]
+
+
+def open_missing_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that was closed when the process started."""
+    # The order matters: open() returns the lowest free descriptor, so each stream gets its own number. Otherwise the
+    # next file that is opened would become descriptor 1, and output would be written into it.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # Names of tensors and files may have characters that the encoding of the terminal or pipe lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(
+                OSError
+            ):  # reconfigure() flushes, and the descriptor may be unusable
+                stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def exiting_with(code: int, *kinds: type[Exception], name: str = "") -> Iterator[None]:
+    """Convert exceptions of some types to ExitError. ``name`` is the argument that they refer to."""
+    try:
+        yield
+    except kinds as error:
+        raise ExitError(code, [f"{name}: {error}" if name else error]) from None
+
+
+@contextlib.contextmanager
+def reporting_failures(command: str) -> Iterator[None]:
+    """Convert all failures of a command to messages on stderr and an exit code.
+
+    Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the block, so ``finally`` blocks clean up. After the first of
+    them, the process ignores all three, because a second one would interrupt the cleanup. A signal that was ignored
+    when the process started, for example because of nohup, stays ignored.
+    """
+    open_missing_streams()
+    handled = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in handled}
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except ExitError as leave:
+        say_problems(command, leave.problems)
+        sys.exit(leave.code)
+    except OSError as error:
+        exit_for(command, error)
+    except KeyboardInterrupt:
+        # Python removes its handlers before the process ends, so only SIG_IGN protects the last moments. The mask comes
+        # first: Python still runs _ignore() for signals that have already arrived.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+        before = dict.fromkeys(before, signal.SIG_IGN)
+        say_problems(command, ["interrupted; its files were removed and its processes ended"])
+        sys.exit(INTERRUPTED)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_for(command: str, error: OSError) -> NoReturn:
+    """Exit after an OSError. An error without a file name is a failure to write the command's own output."""
+    if error.filename is not None:
+        say_problems(command, [error])
+        sys.exit(FAILED)
+    # At exit, the interpreter flushes stdout again. Send what is left in its buffer to /dev/null.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    if not isinstance(
+        error, BrokenPipeError
+    ):  # the reader closed the pipe on purpose, as head(1) does
+        say_problems(command, [f"its output cannot be written: {error.strerror}"])
+    sys.exit(FAILED)
+
+
+def say_problems(command: str, problems: Iterable[object]) -> None:
+    """Print one line for each problem on stderr."""
+    for problem in problems:
+        print(f"{command}: {printable(str(problem))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return text with escapes for characters that are not printable, such as a terminal's control codes."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    for number in _ENDING_SIGNALS:  # a second signal must not interrupt the cleanup
+        signal.signal(number, _ignore)
+    raise KeyboardInterrupt
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    # Not SIG_IGN: if a signal has arrived and its Python handler has not run yet, Python would report an error when it
+    # finds SIG_IGN in place of a function.
+    pass
