@@ -64,7 +64,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         return Path(given).resolve()
     required.module("auditwheel")
-    out = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.getbasetemp()
+    out = (
+        folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    ) / "wheel"  # for all workers
+    out.mkdir(exist_ok=True)
     script = ROOT / "tools" / "build_wheels.py"
     # As `make build` does, which has compiled it all.
     settings = {"BUILD_DIR": "build/core-{cache_tag}", "CMAKE_DEFINE": "TENSORFERRY_WERROR=ON"}
@@ -73,10 +77,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     command = [sys.executable, script, "--no-isolation", "--out", out, sys.executable]
     (ROOT / "build").mkdir(exist_ok=True)
-    with open(ROOT / "build" / "wheel.lock", "w") as lock:  # other workers build theirs there
+    with open(ROOT / "build" / "wheel.lock", "w") as lock:  # the first worker builds it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        built = run(*command, env=environment)
-    assert built.returncode == 0, built.stdout
+        if not list(out.glob("*.whl")):
+            built = run(*command, env=environment)
+            assert built.returncode == 0, built.stdout
     (path,) = out.glob("*.whl")
     return path
 
