@@ -605,6 +605,6 @@ def test_a_file_that_counts_as_open_for_a_while_is_renamed_then(faultfs):
 @pytest.mark.usefixtures("nothing_tried")
 def test_where_nothing_can_be_replaced_that_is_said_before_data_are_written(faultfs):
     faultfs.order(Fault("rename_over", error=errno.EINVAL))
-    with pytest.raises(tensorferry.StorageError, match="cannot replace a file"):
+    with pytest.raises(tensorferry.StorageError, match="cannot rename a file over"):
         TensorStore(faultfs.path, segment_nbytes=SEGMENT, temporary=False)
     assert {request.name for request in faultfs.requests("write")} <= {".tensorferry-store.lock"}
