@@ -515,7 +515,7 @@ class Checkpoints:
             process_group=ranks.group,
         )
 
-        def read() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+        def read() -> set[tuple[str, ...]]:
             # load() replaces what it has loaded, so the requested entries are determined before.
             requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
             with first_rank_error(_is_damage):
@@ -525,16 +525,17 @@ class Checkpoints:
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
-            paths = getattr(reader._metadata, "planner_data", None)
-            stored = paths.values() if isinstance(paths, dict) else ()
-            return requested, _parts_of_objects(state, stored)
+            return requested
 
         try:
-            answers = ranks.call(read)
+            requested = set().union(*ranks.call(read))
         finally:
             reader._release_folder()
-        requested = set().union(*(each for each, _ in answers))
-        if ranks.is_first and (left := sorted(answers[0][1] - requested)):
+        if not ranks.is_first:
+            return
+        paths = getattr(reader._metadata, "planner_data", None)
+        stored = _parts_of_objects(state, paths.values() if isinstance(paths, dict) else ())
+        if left := sorted(stored - requested):
             names = ", ".join(".".join(part) for part in left)
             warn(
                 f"the checkpoint of {self._describe((step, is_local))} has entries of {names}, and the state passed to "

@@ -28,6 +28,7 @@ from torch.utils import _pytree
 from tensorferry.base.processes import Interrupts, Owned
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
+from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.errors import NotSeparableError, OffloadError
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.optimizer_snapshot import HOOKS
@@ -1043,7 +1044,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         needed = plan.needed_nbytes(buckets, self._at_once())
         if in_memory:
             return needed
-        total = sum(plan.paged(bucket.nbytes) for bucket in buckets)
+        total = sum(round_to_pages(bucket.nbytes) for bucket in buckets)
         return min(self._budget_nbytes // plan.PAGE_NBYTES * plan.PAGE_NBYTES, total)
 
     def _fits_at_home(self, buckets: Sequence[Bucket]) -> bool:

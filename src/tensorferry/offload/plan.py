@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ class Planner:
 def bucket_nbytes(total_nbytes: int) -> int:
     """Return the size of buckets for this many bytes of state."""
     size = min(max(total_nbytes // _BUCKETS, _MIN_BUCKET_NBYTES), _MAX_BUCKET_NBYTES)
-    return paged(size)
+    return round_to_pages(size)
 
 
 def needed_nbytes(buckets: Sequence[Bucket], at_once: int = 1) -> int:
@@ -397,7 +398,7 @@ def needed_nbytes(buckets: Sequence[Bucket], at_once: int = 1) -> int:
     It must hold the ``at_once`` largest buckets, and also three buckets of the usual size: one is read, one is stepped
     and one is written. It need not be larger than all buckets together.
     """
-    sizes = sorted((paged(bucket.nbytes) for bucket in buckets), reverse=True)
+    sizes = sorted((round_to_pages(bucket.nbytes) for bucket in buckets), reverse=True)
     usual = bucket_nbytes(sum(sizes))
     return min(max(sum(sizes[:at_once]), MIN_BUCKETS * usual), sum(sizes))
 
@@ -412,7 +413,7 @@ def check_budget(
     MemoryBudgetError
         ``needed_nbytes`` is the smallest sufficient budget.
     """
-    sizes = sorted((paged(bucket.nbytes) for bucket in buckets), reverse=True)
+    sizes = sorted((round_to_pages(bucket.nbytes) for bucket in buckets), reverse=True)
     needed = needed_nbytes(buckets, at_once) if usual else sum(sizes[:at_once])
     if budget_nbytes >= needed:
         return
@@ -446,11 +447,6 @@ def _nbytes_of(unit: Unit) -> int:
     """Return the most bytes that a unit can need in a bucket, padding included."""
     is_piece = unit.stop is not None
     return sum(each.nbytes + _alignment(each, is_piece) - 1 for each in unit.fields)
-
-
-def paged(nbytes: int) -> int:
-    """Return a number of bytes rounded up to whole pages."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

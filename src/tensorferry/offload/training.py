@@ -36,9 +36,10 @@ from torch import nn
 from torch.utils import _pytree, checkpoint
 
 from tensorferry.offload.absent import Forward, outside_of_graphs, question, recorded
+from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.lending import GradientElsewhere, trim_heap
 from tensorferry.offload.matching import WHOLE, users
-from tensorferry.offload.plan import PACKED_NBYTES, paged
+from tensorferry.offload.plan import PACKED_NBYTES
 from tensorferry.offload.slabs import slabs_of
 from tensorferry.transfer.arrays import tensor_bytes
 
@@ -193,7 +194,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """The memory for all slabs."""
-        return sum(paged(slab.nbytes) for slab in self.slabs)
+        return sum(round_to_pages(slab.nbytes) for slab in self.slabs)
 
     def needed_nbytes(self, buckets: Sequence[Sequence[torch.Tensor]]) -> int:
         """Return the smallest sufficient memory for slabs.
@@ -203,7 +204,7 @@ class Plan:
         """
 
         def both(slab: Slab) -> int:
-            return paged(slab.nbytes) * (2 if slab.gradients is not None else 1)
+            return round_to_pages(slab.nbytes) * (2 if slab.gradients is not None else 1)
 
         wanted = [step.slabs for step in self.steps]
         wanted += [

@@ -155,10 +155,11 @@ class WeightStream:
             )
         # A tied parameter has the values of its last name in the files, and `found` has the tensor of that name.
         used = {id(one.original): one for one in found}
+        tied = [(other, used[id(other.original)]) for _, other in matches.duplicates]
         if differing := [
-            f"{other.name} and {used[id(other.original)].name} ({used[id(other.original)].name} is used)"
-            for _, other in matches.duplicates
-            if _differ(other, used[id(other.original)])
+            f"{other.name} and {one.name} ({one.name} is used)"
+            for other, one in tied
+            if _differ(other, one)
         ]:
             warnings.warn(
                 f"files: names of one (tied) parameter of the model have different values in the files: "

@@ -62,12 +62,6 @@ def wrong_download(begin: bytes) -> str | None:
     return None
 
 
-def begins_as_safetensors(begin: bytes) -> bool:
-    """Return whether the first bytes of a file are the size of a JSON header and the beginning of such a header."""
-    return begin[8:9] == b"{" and 2 <= int.from_bytes(begin[:8], "little") <= _MAX_HEADER_NBYTES
-
-
-_MAX_HEADER_NBYTES = 100_000_000
 _SHOWN = 100
 
 

@@ -86,6 +86,11 @@ class Header:
     file_nbytes: int
 
 
+def begins(data: bytes) -> bool:
+    """Return whether the first bytes of a file are the size of a JSON header and the beginning of such a header."""
+    return data[8:9] == b"{" and 2 <= int.from_bytes(data[:8], "little") <= MAX_NBYTES
+
+
 def read(file: File) -> Header:
     """Read and validate the header of an open file.
 

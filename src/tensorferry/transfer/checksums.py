@@ -158,11 +158,6 @@ def checked(checksums: Checksums) -> Checksums:
     return checksums
 
 
-def claim(checksums: Checksums, nbytes: int, *, write: bool) -> _core.Checksums:
-    """Check a call's argument ``checksums``, and return the core's checksums for a transfer of ``nbytes`` bytes."""
-    return checked(checksums)._claim(nbytes, write=write)
-
-
 def _complete(sums: list[int] | None) -> list[int]:
     if sums is None:
         raise ValueError("checksums: not complete, because no transfer with them has succeeded yet")

@@ -28,7 +28,8 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 _STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
 _STILL_OPEN_SECONDS = 2.0
 _POLL_SECONDS = 0.002
-_OWN_FILES = "/proc/self/fd"
+# The folder with a path for each open file of this process, which stays valid if a file is renamed or removed.
+OWN_FILES = "/proc/self/fd"
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) ->
             late = error.errno not in _STILL_OPEN or time.monotonic() > deadline
             where = Path(os.fsdecode(target)).parent
             if directory is not None:
-                where = Path(f"{_OWN_FILES}/{directory}") / "."
+                where = Path(f"{OWN_FILES}/{directory}") / "."
             if late or not ((mount := mount_or_none(where)) and mount["type"].startswith("fuse")):
                 raise
             time.sleep(_POLL_SECONDS)

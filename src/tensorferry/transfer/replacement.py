@@ -25,6 +25,7 @@ from tensorferry.errors import StorageError, first_error, missing_folder
 from tensorferry.transfer.files import File
 from tensorferry.transfer.new_file import NewFile
 from tensorferry.transfer.publication import (
+    OWN_FILES,
     check_renames,
     new_name,
     rename,
@@ -57,7 +58,6 @@ _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 # Errors of fchmod() on file systems that have no permissions or do not let a process change them.
 _NO_PERMISSIONS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _ACL = "system.posix_acl_access"
-_OWN_FILES = "/proc/self/fd"
 
 # _resolve() resolves a path and looks up the file by the original and by the resolved path, up to this number of times,
 # until both lookups find the same file. Another process may replace the file between the two lookups, so a single
@@ -128,7 +128,7 @@ class Target(Owned, abc.ABC):
         self._descriptor = self._create(0o666 if old is None else 0o600)
         if old is not None:
             _copy_permissions(self._descriptor, self.target, old)
-        self._proc_path = f"{_OWN_FILES}/{self._descriptor}"
+        self._proc_path = f"{OWN_FILES}/{self._descriptor}"
         try:  # the path that the core uses for the file in errors; without /proc it uses the descriptor's number
             self._proc_target = os.readlink(self._proc_path)  # noqa: PTH115
         except OSError:
@@ -214,7 +214,7 @@ class Target(Owned, abc.ABC):
         """Create a new file, without a name if possible, and return its descriptor."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
         # Opening a file without a name again, and linking it to a name, both need its path in /proc/self/fd.
-        if Path(_OWN_FILES).exists():
+        if Path(OWN_FILES).exists():
             try:
                 return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
             except OSError as error:

@@ -23,7 +23,7 @@ from tensorferry.transfer.arrays import (
     has_moved,
     memory_of,
 )
-from tensorferry.transfer.checksums import claim
+from tensorferry.transfer.checksums import checked
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.runtime import AnyScheduler, scheduler_of, with_descriptors
 
@@ -80,7 +80,7 @@ def transfer(
     """
     address, segments, location = _core_arguments(memory)
     nbytes, how = memory[1], (write, truncate, sync)
-    sums = None if checksums is None else claim(checksums, nbytes, write=write)
+    sums = None if checksums is None else checked(checksums)._claim(nbytes, write=write)
 
     def run(file: _core.File, opened: bool) -> _core.Request | None:
         return scheduler.run(
@@ -131,7 +131,7 @@ def start(
 ) -> Future[_Array]:
     """Start to move one array, or several consecutive ones, and return a future for the transfer."""
     scheduler.check_usable()
-    sums = None if checksums is None else claim(checksums, memory[1], write=write)
+    sums = None if checksums is None else checked(checksums)._claim(memory[1], write=write)
     future = Future(array, memory)
     opened = not isinstance(target, _core.File)
 

@@ -30,9 +30,6 @@ from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The prefix of paths to this process's open files, which stay valid if a file is renamed or removed.
-OWN_FILES = "/proc/self/fd/"
-
 _PAGE_NBYTES = 4096
 # Payloads of at least this size are read by a separate transfer, and need no copy.
 _LARGE_NBYTES = 1 << 20

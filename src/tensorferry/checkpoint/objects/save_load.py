@@ -27,7 +27,7 @@ import tensorferry
 from tensorferry.base.checks import is_url
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.objects.file_writer import FileWriter
-from tensorferry.checkpoint.objects.payloads import OWN_FILES, ArchiveDirectory, Payloads
+from tensorferry.checkpoint.objects.payloads import ArchiveDirectory, Payloads
 from tensorferry.checkpoint.objects.skeleton import Skeleton
 from tensorferry.checkpoint.zipformat.archive import (
     Archive,
@@ -36,11 +36,9 @@ from tensorferry.checkpoint.zipformat.archive import (
     bytes_of,
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
-from tensorferry.safetensors.errors import (
-    SNIFFED_NBYTES,
-    begins_as_safetensors,
-    wrong_download,
-)
+from tensorferry.safetensors import header
+from tensorferry.safetensors.errors import SNIFFED_NBYTES, wrong_download
+from tensorferry.transfer.publication import OWN_FILES
 from tensorferry.transfer.python_files import open_python_file
 from tensorferry.transfer.remote import checked_text
 from tensorferry.transfer.replacement import Replacement
@@ -184,7 +182,7 @@ def load(
             raise CheckpointError("it is empty", text)
         if other := wrong_download(begin):
             raise CheckpointError(other, text)
-        if begins_as_safetensors(begin):
+        if header.begins(begin):
             raise CheckpointError(
                 "it is a safetensors file (remedy: load it with tensorferry.safetensors.torch.load_file)",
                 text,
@@ -247,7 +245,7 @@ def _name_in_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or str(error.filename).startswith(OWN_FILES):
+        if error.filename is None or str(error.filename).startswith(f"{OWN_FILES}/"):
             error.filename = path
         if error.errno == errno.EISDIR and error.filename == path:
             error.strerror = (

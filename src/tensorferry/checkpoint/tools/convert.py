@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.tools.formats import ConversionSource
 
 # The suffixes of files in formats that convert() does not write. A folder with such a name would be a mistake.
-_OTHER_SUFFIXES = (*TORCH_SUFFIXES, ".npy", ".npz", ".sd", ".safetensor")
+_OTHER_SUFFIXES = (
+    *TORCH_SUFFIXES,
+    *(suffix for each in FORMATS if not each.marks for suffix in each.suffixes),
+    *(".sd", ".safetensor"),
+)
 
 To = Literal["auto", "dcp", "safetensors"]
 
