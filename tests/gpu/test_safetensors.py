@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorferry.safetensors.loading import Load, SourceFile, begin_bytes
+from tensorferry.safetensors.frameworks import Framework
+from tensorferry.safetensors.loading import SourceFile, begin_bytes, begin_load
 from tensorferry.safetensors.opened import begin_slice
 
 if TYPE_CHECKING:
     import pathlib
 
+    from tensorferry.safetensors.header import Tensor
     from tests.support.gpus import Gpu
 
 pytest.importorskip("torch")
@@ -40,7 +42,7 @@ class Memory:
         return Memory(self._gpu, self._gpu.part(self.array, begin, end), end - begin)
 
 
-class OnGpu:
+class OnGpu(Framework):
     """A framework with arrays of bytes, because no framework supports the stand-in."""
 
     on_host = False
@@ -54,11 +56,8 @@ class OnGpu:
     def wrap(self, memory: Any) -> Any:
         raise AssertionError("host memory is not what was asked for")
 
-    def to_device(self, data: Memory) -> Memory:
-        return data
-
-    def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
-        return shape
+    def shape(self, tensor: Tensor, path: str) -> tuple[int, ...]:
+        return tensor.shape
 
     def as_array(self, data: Memory, dtype: str, shape: tuple[int, ...]) -> Memory:
         return data
@@ -107,7 +106,7 @@ def test_tensors_are_loaded_into_gpu_memory(
 ) -> None:
     (make_warm if state == "warm" else make_cold)(path)
     source, framework = SourceFile(str(path), direct), OnGpu(gpu)
-    found = Load(source, source.header.tensors.values(), framework).result()
+    found = begin_load(source, source.header.tensors.values(), framework).result()
     assert {name: gpu.bytes_of(each.array) for name, each in found.items()} == content
     tensor = source.tensor("last")
     (one,) = [begin_bytes(source, tensor, tensor.begin, tensor.end, framework).result()]

@@ -1149,8 +1149,8 @@ MUTANTS = [
         "a-kept-tensor-keeps-its-neighbours",
         "a loaded tensor keeps its own memory alive, and no other's",
         "src/tensorferry/safetensors/loading.py",
-        "            memory = self._image.bytes(tensor.begin, tensor.end, alone=True)",
-        "            memory = self._image.bytes(tensor.begin, tensor.end, alone=False)",
+        "            memory = image.bytes(tensor.begin, tensor.end, alone=True)",
+        "            memory = image.bytes(tensor.begin, tensor.end, alone=False)",
         "tests/safetensors/test_loading.py::test_a_tensor_that_is_kept_keeps_no_others",
     ),
     _mutant(

@@ -5,15 +5,14 @@ Each library is imported only when one of its arrays is requested.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.safetensors.dtypes import DTYPES, numpy_dtype, torch_dtype, torch_shape
 from tensorferry.safetensors.errors import SafetensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from tensorferry.safetensors.header import Tensor
 
 # Allocations from this size on (one huge page of x86-64) are backed by huge pages.
 _HUGE_NBYTES = 2 << 20
@@ -23,43 +22,86 @@ _NUMPY = ("np", "numpy")
 _OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle", "paddlepaddle")
 
 
-class Framework(Protocol):
-    """The arrays of one library, on one device. ``data`` is always a one-dimensional array of bytes of this library."""
+class Framework:
+    """The arrays of one library, on one device. ``data`` is always a one-dimensional array of bytes of this library.
 
-    on_host: bool  # whether its arrays can be views of host memory
+    Attributes
+    ----------
+    name : "pt" or "np"
+        The library.
+    device : torch.device or "cpu"
+        The device.
+    on_host : bool
+        Whether its arrays can be views of host memory.
+    """
+
+    name: str
+    device: Any = "cpu"
+    on_host = True
+    _integers: dict[
+        int, Any
+    ]  # by their size, a dtype of integers: unlike some others, these support every index
 
     def empty(self, nbytes: int) -> Any:
         """Return uninitialized bytes in the memory that files are read into."""
+        if self.on_host and nbytes >= _HUGE_NBYTES:
+            return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
+        return self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> Any:
+        raise NotImplementedError
 
     def wrap(self, memory: Any) -> Any:
         """Return non-empty host memory as bytes of the library, without a copy. They keep the memory alive."""
+        raise NotImplementedError
 
-    def to_device(self, data: Any) -> Any:
-        """Return bytes that were read, on the requested device. Copy them if they are elsewhere."""
+    def copy(self, array: Any) -> Any:
+        """Return a contiguous copy of an array."""
+        raise NotImplementedError
 
-    def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
-        """Return the library's shape for the shape in a header. Raise SafetensorError if it lacks the dtype."""
+    def to_device(self, array: Any) -> Any:
+        """Return an array that was read, on the requested device. Copy it if it is elsewhere."""
+        return array
+
+    def dtype(self, name: str) -> Any:
+        """Return the library's dtype for a dtype of the format. Raise SafetensorError if it lacks the dtype."""
+        raise NotImplementedError
+
+    def shape(self, tensor: Tensor, path: str) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the library's shape for a tensor. Raise SafetensorError if it lacks the dtype."""
+        self.dtype(tensor.dtype)
+        return tensor.shape
 
     def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        """Return bytes as an array of this dtype and shape, which must have the same size."""
+        """Return bytes as an array of this dtype and shape, which must have the same size, on the requested device."""
+        return self.to_device(data).view(self.dtype(dtype)).reshape(shape)
 
     def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
         """Return bytes as integers of ``itemsize`` bytes, which unlike some other dtypes support every index."""
+        return data.view(self._integers[itemsize]).reshape(shape)
 
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
         """Return a strided view of a one-dimensional array from element ``first`` on. Strides are in elements."""
+        raise NotImplementedError
 
     def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
         """Index an array by a tuple of full slices and lists of positions."""
+        return array[tuple(self._index(one) if isinstance(one, list) else one for one in lists)]
+
+    def _index(self, positions: list[int]) -> Any:
+        raise NotImplementedError
 
     def as_dtype(self, array: Any, dtype: str) -> Any:
         """Return an array of integers from :meth:`as_integers` as the dtype of the format, on the requested device."""
+        return self.to_device(array.view(self.dtype(dtype)))
 
 
-class _Torch:
+class _Torch(Framework):
     """torch's tensors on one device."""
+
+    name = "pt"
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -71,77 +113,55 @@ class _Torch:
         self.on_host = self._read_on.type == "cpu"
         self._integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    def empty(self, nbytes: int) -> Any:
-        if self.on_host and nbytes >= _HUGE_NBYTES:
-            return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
+    def _empty(self, nbytes: int) -> Any:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._read_on)
 
     def wrap(self, memory: Any) -> Any:
         return self._torch.utils.dlpack.from_dlpack(memory)
 
-    def to_device(self, data: Any) -> Any:
-        return data if data.device == self.device else data.to(self.device)
+    def copy(self, array: Any) -> Any:
+        return array.clone(memory_format=self._torch.contiguous_format)
 
-    def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
-        torch_dtype(dtype)
-        return torch_shape(dtype, shape, path, name)
+    def to_device(self, array: Any) -> Any:
+        return array if array.device == self.device else array.to(self.device)
 
-    def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        return data.view(torch_dtype(dtype)).view(shape)
+    def dtype(self, name: str) -> Any:
+        return torch_dtype(name)
 
-    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
-        return data.view(self._integers[itemsize]).view(shape)
+    def shape(self, tensor: Tensor, path: str) -> tuple[int, ...]:
+        return torch_shape(tensor.dtype, super().shape(tensor, path), path, tensor.name)
 
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
         return data.as_strided(shape, strides, data.storage_offset() + first)
 
-    def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
-        tensor = self._torch.tensor
-        return array[
-            tuple(
-                tensor(each, dtype=self._torch.int64, device=array.device)
-                if isinstance(each, list)
-                else each
-                for each in lists
-            )
-        ]
-
-    def as_dtype(self, array: Any, dtype: str) -> Any:
-        return self.to_device(array.view(torch_dtype(dtype)))
+    def _index(self, positions: list[int]) -> Any:
+        return self._torch.tensor(positions, dtype=self._torch.int64, device=self._read_on)
 
 
-class _NumPy:
+class _NumPy(Framework):
     """NumPy's arrays."""
 
-    on_host = True
+    name = "np"
+    _integers = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}  # noqa: RUF012
 
     def __init__(self) -> None:
         import numpy as np
 
         self._numpy = np
 
-    def empty(self, nbytes: int) -> Any:
-        if nbytes >= _HUGE_NBYTES:
-            return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
+    def _empty(self, nbytes: int) -> Any:
         return self._numpy.empty(nbytes, self._numpy.uint8)
 
     def wrap(self, memory: Any) -> Any:
         return self._numpy.frombuffer(memory, self._numpy.uint8)
 
-    def to_device(self, data: Any) -> Any:
-        return data
+    def copy(self, array: Any) -> Any:
+        return array.copy()
 
-    def shape(self, dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:  # noqa: ARG002
-        numpy_dtype(dtype)
-        return shape
-
-    def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        return data.view(numpy_dtype(dtype)).reshape(shape)
-
-    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
-        return data.view(f"u{itemsize}").reshape(shape)
+    def dtype(self, name: str) -> Any:
+        return numpy_dtype(name)
 
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
@@ -150,16 +170,8 @@ class _NumPy:
             data[first:], shape, [stride * data.itemsize for stride in strides]
         )
 
-    def index_by_lists(self, array: Any, lists: tuple[Any, ...]) -> Any:
-        intp = self._numpy.intp
-        return array[
-            tuple(
-                self._numpy.array(each, intp) if isinstance(each, list) else each for each in lists
-            )
-        ]
-
-    def as_dtype(self, array: Any, dtype: str) -> Any:
-        return array.view(numpy_dtype(dtype))
+    def _index(self, positions: list[int]) -> Any:
+        return self._numpy.array(positions, self._numpy.intp)
 
 
 def is_supported(name: Any) -> bool:
@@ -176,7 +188,7 @@ def framework_of(name: Any, device: Any) -> Framework:
         The framework is unknown or unsupported, or does not have the device.
     """
     if name in _NUMPY:
-        if device not in ("cpu", None):
+        if device is not None and str(device) != "cpu":
             raise SafetensorError(f"Device {device} is not supported for framework {name}")
         return _NumPy()
     if name not in _TORCH:
@@ -187,10 +199,10 @@ def framework_of(name: Any, device: Any) -> Framework:
                 "or convert NumPy's arrays)"
             )
         raise SafetensorError(f"framework {name!r} is invalid (expected one of: {known})")
-    return _Torch(torch_device(device))
+    return _Torch(_torch_device(device))
 
 
-def torch_device(device: Any) -> Any:
+def _torch_device(device: Any) -> Any:
     """Return torch's device for a name, a device, or a number, which is the index of an accelerator.
 
     Raises
@@ -200,32 +212,19 @@ def torch_device(device: Any) -> Any:
     """
     import torch
 
-    if isinstance(device, torch.device):
-        return device if device.type != "cuda" or device.index is not None else _current(device)
     if device is None:
         device = "cpu"
-    if isinstance(device, bool) or not isinstance(device, (str, int)):
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise SafetensorError(f"device {device!r} is invalid")
     try:
-        return torch_device(torch.device(device))
+        found = torch.device(device)
     except RuntimeError as error:
         raise SafetensorError(f"device {device!r} is invalid: {error}") from None
-
-
-def _current(device: Any) -> Any:
-    """Return the "cuda" device with the index of the current device, if CUDA is available."""
-    import torch
-
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
-    )
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def itemsize_of(dtype: str) -> int:
     """Return the size in bytes of an element of the library's array."""
     return max(1, DTYPES[dtype].bits // 8)
-
-
-def nbytes_of(shape: Sequence[int], itemsize: int) -> int:
-    """Return the size in bytes of an array."""
-    return math.prod(shape) * itemsize

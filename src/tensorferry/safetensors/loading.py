@@ -204,65 +204,6 @@ class Image(NamedTuple):
         return self.mapping.bytes(begin - self.begin, end - begin, alone)
 
 
-class Load:
-    """A transfer that loads several complete tensors of a file.
-
-    Parameters
-    ----------
-    source : SourceFile
-        The file.
-    tensors : iterable of header.Tensor
-        The tensors, in the order of their offsets.
-    framework : Framework
-        The framework of the arrays.
-    """
-
-    def __init__(
-        self, source: SourceFile, tensors: Iterable[header.Tensor], framework: Framework
-    ) -> None:
-        self._framework = framework
-        self._shapes = {
-            tensor: framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
-            for tensor in tensors
-        }
-        self._image: Image | None = None
-        self._arrays: dict[str, Any] = {}  # the tensors' device memory, where no image is used
-        self.future: tensorferry.Future[Any] | None = None
-        non_empty = [tensor for tensor in self._shapes if tensor.nbytes > 0]
-        if not non_empty:
-            return
-        if framework.on_host:
-            self._image = source.image(non_empty[0].begin, non_empty[-1].end)
-            self.future = self._image.future
-            return
-        segments: list[Any] = []
-        at = non_empty[0].begin
-        for tensor in non_empty:
-            if tensor.begin > at:
-                segments.append(tensor.begin - at)
-            data = framework.empty(tensor.nbytes)
-            segments.append(data)
-            self._arrays[tensor.name] = data
-            at = tensor.end
-        self.future = source.file.read_into(segments, non_empty[0].begin)
-
-    def result(self) -> dict[str, Any]:
-        """Wait, and return the arrays by name. Call this once only: the result owns the tensors' memory."""
-        wait(self.future)
-        return {tensor.name: self._array(tensor, shape) for tensor, shape in self._shapes.items()}
-
-    def _array(self, tensor: header.Tensor, shape: tuple[int, ...]) -> Any:
-        framework = self._framework
-        if tensor.nbytes == 0:
-            data = framework.empty(0)
-        elif self._image is None:
-            data = self._arrays.pop(tensor.name)
-        else:
-            memory = self._image.bytes(tensor.begin, tensor.end, alone=True)
-            data = aligned(framework.wrap(memory), tensor)
-        return framework.as_array(framework.to_device(data), tensor.dtype, shape)
-
-
 class PendingLoad(NamedTuple):
     """A load in progress: its transfer, or None if it needs none, and a function for the result after the transfer."""
 
@@ -292,11 +233,48 @@ def wait(future: tensorferry.Future[Any] | None) -> None:
         raise
 
 
-def load_tensor(source: SourceFile, tensor: header.Tensor, framework: Framework) -> Any:
-    """Load one tensor of a file."""
-    shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
-    data = begin_bytes(source, tensor, tensor.begin, tensor.end, framework).result()
-    return framework.as_array(framework.to_device(data), tensor.dtype, shape)
+def begin_load(
+    source: SourceFile, tensors: Iterable[header.Tensor], framework: Framework
+) -> PendingLoad:
+    """Begin to load several complete tensors, given in the order of their offsets. The result are arrays by name.
+
+    Take the result once only: it owns the tensors' memory.
+    """
+    shapes = {tensor: framework.shape(tensor, source.path) for tensor in tensors}
+    image: Image | None = None
+    future = None
+    memories: dict[str, Any] = {}  # the tensors' device memory, where no image is used
+    if non_empty := [tensor for tensor in shapes if tensor.nbytes > 0]:
+        begin = at = non_empty[0].begin
+        if framework.on_host:
+            image = source.image(begin, non_empty[-1].end)
+            future = image.future
+        else:
+            segments: list[Any] = []
+            for tensor in non_empty:
+                memories[tensor.name] = framework.empty(tensor.nbytes)
+                segments += [*gap(tensor.begin - at), memories[tensor.name]]
+                at = tensor.end
+            future = source.file.read_into(segments, begin)
+
+    def array(tensor: header.Tensor, shape: tuple[int, ...]) -> Any:
+        if tensor.nbytes == 0:
+            data = framework.empty(0)
+        elif image is None:
+            data = memories.pop(tensor.name)
+        else:
+            memory = image.bytes(tensor.begin, tensor.end, alone=True)
+            data = aligned(framework.wrap(memory), tensor, framework)
+        return framework.as_array(data, tensor.dtype, shape)
+
+    return PendingLoad(
+        future, lambda: {tensor.name: array(tensor, shape) for tensor, shape in shapes.items()}
+    )
+
+
+def gap(nbytes: int) -> list[int]:
+    """Return the segments of a transfer for a gap, which may be empty."""
+    return [nbytes] if nbytes else []
 
 
 def begin_bytes(
@@ -305,27 +283,27 @@ def begin_bytes(
     """Begin to load bytes of a tensor. Map them if the page cache holds all of them."""
     nbytes = end - begin
     if framework.on_host and nbytes > 0 and source.is_mapped(begin, end):
-        mapped = aligned(framework.wrap(source.map(begin, end)), tensor)
+        mapped = aligned(framework.wrap(source.map(begin, end)), tensor, framework)
         return PendingLoad(None, lambda: mapped)
     if framework.on_host and nbytes >= _SMALL_NBYTES:
         image = source.image(begin, end)
         return PendingLoad(
             image.future,
-            lambda: aligned(framework.wrap(image.bytes(begin, end)), tensor),
+            lambda: aligned(framework.wrap(image.bytes(begin, end)), tensor, framework),
         )
     data = framework.empty(nbytes)
     future = source.file.read_into(data, begin) if nbytes > 0 else None
     return PendingLoad(future, lambda: data)
 
 
-def aligned(data: Any, tensor: header.Tensor) -> Any:
+def aligned(data: Any, tensor: header.Tensor, framework: Framework) -> Any:
     """Return a tensor's bytes, or a copy if its elements are not aligned to their size.
 
     The format allows a tensor to begin at any offset, and an image keeps the file's offsets within a page.
     """
     if tensor.begin % itemsize_of(tensor.dtype) == 0:
         return data
-    return data.clone() if hasattr(data, "clone") else data.copy()
+    return framework.copy(data)
 
 
 def checked_direct(direct: Any, backend: Any) -> str:

@@ -35,14 +35,14 @@ def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
 def arrays_of(data: bytes, framework: Framework) -> dict[str, Any]:
     """Return the tensors in a file's bytes as arrays, which are copies."""
     tensors = [tensor for tensor, _ in _tensors(data)]
-    shapes = [framework.shape(each.dtype, each.shape, "", each.name) for each in tensors]
+    shapes = [framework.shape(each, "") for each in tensors]
     mapping = _core.map_pieces([None], [0], [len(data)])
     memoryview(mapping.bytes(0, len(data)))[:] = memoryview(data).cast("B")
     arrays = {}
     for tensor, shape in zip(tensors, shapes, strict=True):
         if tensor.nbytes > 0:
             memory = mapping.bytes(tensor.begin, tensor.nbytes, True)
-            copy = aligned(framework.wrap(memory), tensor)
+            copy = aligned(framework.wrap(memory), tensor, framework)
         else:
             copy = framework.empty(0)
         arrays[tensor.name] = framework.as_array(copy, tensor.dtype, shape)

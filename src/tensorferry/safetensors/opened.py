@@ -16,15 +16,14 @@ from tensorferry.base.ranges import (
     strides_of,
 )
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
+from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of
 from tensorferry.safetensors.loading import (
-    Load,
     PendingLoad,
     SourceFile,
     aligned,
     begin_bytes,
+    begin_load,
     checked_direct,
-    load_tensor,
     path_of,
 )
 from tensorferry.safetensors.read_ahead import ReadAhead
@@ -111,7 +110,6 @@ class safe_open:  # noqa: N801
         source = SourceFile(path, mode)
         self._source: SourceFile | None = source
         self._ahead: ReadAhead | None = ReadAhead(source, self._framework)
-        self._is_torch = hasattr(self._framework, "device")
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted."""
@@ -150,7 +148,7 @@ class safe_open:  # noqa: N801
         """
         source, framework = self._open(), self._framework
         tensor = source.tensor(name)
-        shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
+        shape = framework.shape(tensor, source.path)
         ahead = self._ahead
         if ahead is None:
             raise SafetensorError("File is closed")  # another thread closed it after _open() above
@@ -158,12 +156,14 @@ class safe_open:  # noqa: N801
             # In a forked child, the parent's transfers never complete.
             self._ahead = ahead = ReadAhead(source, framework)
         data = ahead.bytes(tensor)
-        return framework.as_array(framework.to_device(data), tensor.dtype, shape)
+        return framework.as_array(data, tensor.dtype, shape)
 
     def get_tensors(self) -> dict[str, Any]:
         """Return all tensors by name, in the order of their offsets. One pipelined transfer reads them."""
         source = self._open()
-        return Load(source, source.header.tensors.values(), self._framework).result()
+        tensors = source.header.tensors.values()
+        arrays: dict[str, Any] = begin_load(source, tensors, self._framework).result()
+        return arrays
 
     def get_slice(self, name: str) -> PySafeSlice:
         """Return a tensor for indexing. Indexing it reads only the bytes that the index needs."""
@@ -198,7 +198,7 @@ class safe_open:  # noqa: N801
             raise ValueError(f"threads: {threads!r} is not a number of threads")
         framework = self._framework
         if device is not None:
-            framework = framework_of("pt" if self._is_torch else "np", device)
+            framework = framework_of(framework.name, device)
         return PrefetchLoader(self._open(), plan, framework)
 
     def __enter__(self) -> safe_open:
@@ -284,10 +284,13 @@ def begin_slice(
 
     If the selected elements must be picked out of larger ranges, these are read only when the result is requested.
     """
-    shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
+    shape = framework.shape(tensor, source.path)
     selection = select(index, shape, source.path, tensor.name)
     if selection is None:  # masks and tensors: the framework indexes the complete tensor
-        return PendingLoad(None, lambda: load_tensor(source, tensor, framework)[index])
+        whole = begin_bytes(source, tensor, tensor.begin, tensor.end, framework)
+        return PendingLoad(
+            whole.future, lambda: framework.as_array(whole.finish(), tensor.dtype, shape)[index]
+        )
     load = _begin_selected(source, tensor, shape, selection, framework)
 
     def finish() -> Any:
@@ -323,7 +326,7 @@ def _begin_selected(
             load.future, lambda: framework.as_integers(load.finish(), itemsize, selected_shape)
         )
     if framework.on_host and source.is_mapped(begin, end):
-        data = aligned(framework.wrap(source.map(begin, end)), tensor)
+        data = aligned(framework.wrap(source.map(begin, end)), tensor, framework)
         elements = framework.as_integers(data, itemsize, (last - first + 1,))
         return PendingLoad(None, lambda: _pick(elements, positions, strides, 0, framework))
     plan = read_plan(positions, shape, itemsize, on_host=framework.on_host)
@@ -331,7 +334,7 @@ def _begin_selected(
         return PendingLoad(
             None, lambda: _pick_from_file(source, tensor, shape, selection, plan, framework)
         )
-    data = framework.empty(nbytes_of(selected_shape, itemsize))
+    data = framework.empty(math.prod(selected_shape) * itemsize)
     future = _begin_windows(source, tensor, list(plan.windows), data, framework)
     return PendingLoad(future, lambda: framework.as_integers(data, itemsize, selected_shape))
 
@@ -350,7 +353,7 @@ def _pick_from_file(
     """
     positions, split = selection.positions, plan.split
     itemsize, strides = itemsize_of(tensor.dtype), strides_of(shape)
-    data = framework.empty(nbytes_of(selection.shape, itemsize))
+    data = framework.empty(math.prod(selection.shape) * itemsize)
     result = framework.as_integers(data, itemsize, selection.shape)
     rows = result.reshape(-1, *selection.shape[split:])
     reads = (_WindowsRead(source, tensor, batch, framework) for batch in _batches(plan.windows))
@@ -577,7 +580,7 @@ class _PrefetchRead(Read):
         self._arrays: dict[str, Any] | None = None
         # Raise for an unknown dtype or an invalid index before any read begins.
         for tensor in tensors:
-            shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
+            shape = framework.shape(tensor, source.path)
             if self._index is not None:
                 select(self._index, shape, source.path, tensor.name)
 
@@ -585,8 +588,7 @@ class _PrefetchRead(Read):
         """Begin to load. An error is stored, and :meth:`wait` raises it in the thread that takes the tensor."""
         try:
             if self._index is None:
-                whole = Load(self._source, self._tensors, self._framework)
-                load = PendingLoad(whole.future, whole.result)
+                load = begin_load(self._source, self._tensors, self._framework)
             else:
                 load = begin_slice(self._source, self._tensors[0], self._index, self._framework)
             self._load = load

@@ -30,9 +30,9 @@ from tensorferry import _core
 from tensorferry.base.checks import checked_nbytes, is_url
 from tensorferry.base.ranges import runs, strides_of
 from tensorferry.safetensors import checksums
-from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
 from tensorferry.safetensors.errors import SafetensorError, shortened
-from tensorferry.safetensors.frameworks import torch_device
+from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of
+from tensorferry.safetensors.loading import gap
 from tensorferry.safetensors.slicing import select
 from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.transfer.checksums import Checksums
@@ -57,8 +57,6 @@ _GROUP_PARTS = 1024
 _GAP_NBYTES = 64 << 10
 # Rows from this size on are read separately: reading whole pages at both ends adds less than a tenth.
 _LONG_ROW_NBYTES = 10 * 2 * _PAGE_NBYTES
-
-_TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
 def load_files(
@@ -154,8 +152,8 @@ class LoadPlan(NamedTuple):
         The tensors, in the order of the files.
     options : dict of str to Any
         The arguments that must be equal on all ranks that share the reads.
-    where : torch.device or str
-        The device of the tensors.
+    framework : Framework
+        The library and the device of the tensors.
     budget_nbytes : int
         The memory budget.
     files : _OpenFiles
@@ -164,7 +162,7 @@ class LoadPlan(NamedTuple):
 
     parts: list[PlannedTensor]
     options: dict[str, Any]
-    where: Any
+    framework: Framework
     budget_nbytes: int
     files: _OpenFiles
 
@@ -179,18 +177,20 @@ def _prepare(
     verify: bool,
 ) -> LoadPlan:
     """Validate the arguments, and read and validate the headers."""
-    if framework not in _TORCH + _NUMPY:
-        raise SafetensorError(f"framework: {framework!r} is neither 'pt' nor 'np'")
+    library = framework_of(framework, device)
+    if str(library.device).partition(":")[0] not in ("cpu", "cuda"):
+        raise SafetensorError(
+            f"device: {device!r} is not supported (remedy: load to the CPU, and move each tensor)"
+        )
     if plan is not None and not isinstance(plan, Mapping):
         raise TypeError(f"plan: {shortened(plan)} is not a mapping of names to indices")
     budget_nbytes = checked_nbytes(memory_budget, "memory_budget")
-    where = _device(device, framework)
     stored = stored_tensors(files)
     for name in plan or ():
         if name not in stored:
             raise SafetensorError("no file has a tensor of this name", name=name)
     parts = [
-        _plan_tensor(one, None if plan is None else plan[name], where, framework)
+        _plan_tensor(one, None if plan is None else plan[name], library)
         for name, one in stored.items()
         if plan is None or name in plan
     ]
@@ -203,12 +203,12 @@ def _prepare(
     paths = {part.stored.path: part.stored.file_nbytes for part in parts} if verify else {}
     kept = {path: checksums.read(path, file_nbytes) for path, file_nbytes in paths.items()}
     options = {
-        "framework": "np" if framework in _NUMPY else "pt",
-        "device": str(where).partition(":")[0],
+        "framework": library.name,
+        "device": str(library.device).partition(":")[0],
         "memory_budget": budget_nbytes,
         "verify": bool(verify),
     }
-    return LoadPlan(parts, options, where, budget_nbytes, _OpenFiles(kept))
+    return LoadPlan(parts, options, library, budget_nbytes, _OpenFiles(kept))
 
 
 def tensor_parallel_plan(
@@ -390,9 +390,7 @@ class PlannedTensor:
     """
 
     stored: Stored
-    where: Any
-    framework: str
-    dtype: Any
+    framework: Framework
     shape: tuple[int, ...]  # the shape of the selected positions
     begin: int  # the offset of the first row in the file
     row_nbytes: int
@@ -404,11 +402,12 @@ class PlannedTensor:
     def __post_init__(self) -> None:
         self.count = math.prod(map(len, self.outer_offsets))
         self.nbytes = self.count * self.row_nbytes
+        itemsize = itemsize_of(self.stored.tensor.dtype)
         self.is_page_aligned = (
             self.count == 1
             and self.nbytes >= _LARGE_NBYTES
-            and str(self.where) == "cpu"
-            and self.begin % self.dtype.itemsize == 0
+            and self.framework.on_host
+            and self.begin % itemsize == 0
         )
         self.read_begin, self.read_end = self.begin, self.begin + self.nbytes
         if self.is_page_aligned:
@@ -419,7 +418,7 @@ class PlannedTensor:
         if self.is_page_aligned:
             self.cost_nbytes = self.read_nbytes = self.read_end - self.read_begin
         if self.row_slice is not None:
-            self.cost_nbytes += math.prod(self.shape) * int(self.dtype.itemsize)  # the copy
+            self.cost_nbytes += math.prod(self.shape) * itemsize  # the copy
         long = self.count > 1 and self.row_nbytes >= _LONG_ROW_NBYTES
         self.gap_nbytes = _PAGE_NBYTES if long else _GAP_NBYTES
         if self.count > 1:
@@ -437,42 +436,24 @@ class PlannedTensor:
     def allocate(self) -> list[Any]:
         """Allocate the memory, and return it split into the rows."""
         if self.is_page_aligned:
-            self.memory, _ = _core.allocate(self.read_end - self.read_begin, False)
-            return [memoryview(self.memory)]
-        if self.framework in _NUMPY:
-            import numpy as np
-
-            self.memory = np.empty(self.nbytes, np.uint8)
-            return [self.memory] if self.count == 1 else list(self.memory.reshape(self.count, -1))
-        import torch
-
-        self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.where)
-        return [self.memory] if self.count == 1 else list(self.memory.view(self.count, -1).unbind())
+            memory, _ = _core.allocate(self.read_end - self.read_begin, False)
+            self.memory = self.framework.wrap(memory)
+        else:
+            self.memory = self.framework.empty(self.nbytes)
+        return [self.memory] if self.count == 1 else list(self.memory.reshape(self.count, -1))
 
     def to_tensor(self) -> Any:
         """Return the memory as the tensor that the caller receives."""
-        at = self.begin - self.read_begin
-        if self.framework in _NUMPY:
-            import numpy as np
-
-            raw = np.empty(0, np.uint8) if self.memory is None else self.memory
-            if self.is_page_aligned:
-                raw = np.frombuffer(raw, np.uint8, self.nbytes, at)
-            if self.row_slice is None:
-                return raw.view(self.dtype).reshape(self.shape)[self.basic]
-            rows = raw.view(self.dtype).reshape(self.count, -1)[:, self.row_slice]
-            return np.ascontiguousarray(rows).reshape(self.shape)[self.basic]
-        import torch
-
-        raw = self.memory
-        if raw is None:
-            raw = torch.empty(0, dtype=torch.uint8, device=self.where)
+        framework, dtype = self.framework, self.stored.tensor.dtype
+        raw = framework.empty(0) if self.memory is None else self.memory
         if self.is_page_aligned:
-            raw = torch.frombuffer(raw, dtype=torch.uint8, count=self.nbytes, offset=at)
+            # wrap() makes a tensor whose storage is the tensor's own bytes, without the rest of the pages.
+            at = self.begin - self.read_begin
+            raw = framework.wrap(raw[at : at + self.nbytes])
         if self.row_slice is None:
-            return raw.view(self.dtype).view(self.shape)[self.basic]
-        rows = raw.view(self.dtype).view(self.count, -1)[:, self.row_slice]
-        return rows.contiguous().view(self.shape)[self.basic]
+            return framework.as_array(raw, dtype, self.shape)[self.basic]
+        rows = framework.as_array(raw, dtype, (self.count, -1))[:, self.row_slice]
+        return framework.copy(rows).reshape(self.shape)[self.basic]
 
 
 class Group(Read):
@@ -535,16 +516,14 @@ class Group(Read):
             reached = begin
             while at < len(pieces) and pieces[at][0] < end:
                 offset, memory = pieces[at]
-                if offset > reached:
-                    segments.append(offset - reached)
-                segments.append(memory)
+                segments += [*gap(offset - reached), memory]
                 reached = offset + len(memory)
                 at += 1
             if kept is None:
                 futures.append(file.read_into(segments, begin))
                 continue
             first, last, expected = kept.covering(begin, end)
-            segments = [*_gap(begin - first), *segments, *_gap(last - reached)]
+            segments = [*gap(begin - first), *segments, *gap(last - reached)]
             sums = Checksums(kept.chunk_nbytes, expected=expected)
             futures.append(file.read_into(segments, first, checksums=sums))
         self.futures = futures
@@ -566,10 +545,6 @@ class Group(Read):
             begin, end = offset, stop
         if begin >= 0:
             yield begin, end
-
-
-def _gap(nbytes: int) -> list[int]:
-    return [nbytes] if nbytes else []
 
 
 def _groups(
@@ -599,16 +574,12 @@ def _groups(
     return groups
 
 
-def _plan_tensor(stored: Stored, index: Any, where: Any, framework: str) -> PlannedTensor:
+def _plan_tensor(stored: Stored, index: Any, framework: Framework) -> PlannedTensor:
     """Return the part of a tensor that an index selects; None selects all of it."""
     tensor = stored.tensor
-    shape = tuple(tensor.shape)
-    dtype = numpy_dtype(tensor.dtype) if framework in _NUMPY else torch_dtype(tensor.dtype)
-    shape = torch_shape(tensor.dtype, shape, stored.path, tensor.name)
+    shape, itemsize = framework.shape(tensor, stored.path), itemsize_of(tensor.dtype)
     if index is None:
-        return PlannedTensor(
-            stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, []
-        )
+        return PlannedTensor(stored, framework, shape, tensor.begin, tensor.nbytes, [])
     try:
         selection = select(index, shape, stored.path, tensor.name)
     except TypeError as error:
@@ -618,10 +589,10 @@ def _plan_tensor(stored: Stored, index: Any, where: Any, framework: str) -> Plan
             f"{shortened(index)} is not an index for a plan (valid: integers, slices, None and ...)"
         )
         raise SafetensorError(reason, stored.path, name=tensor.name)
-    positions, strides = selection.positions, strides_of(shape, dtype.itemsize)
+    positions, strides = selection.positions, strides_of(shape, itemsize)
     dims = begin = row_nbytes = 0
     if math.prod(selection.shape):
-        dims, begin, row_nbytes = runs(positions, shape, dtype.itemsize)
+        dims, begin, row_nbytes = runs(positions, shape, itemsize)
     begin += tensor.begin
     row_slice = None
     # A step in the last dimension scatters single elements. A row then covers the whole range from the first to the
@@ -636,9 +607,7 @@ def _plan_tensor(stored: Stored, index: Any, where: Any, framework: str) -> Plan
     ]
     return PlannedTensor(
         stored,
-        where,
         framework,
-        dtype,
         selection.shape,
         begin,
         row_nbytes,
@@ -646,18 +615,3 @@ def _plan_tensor(stored: Stored, index: Any, where: Any, framework: str) -> Plan
         selection.basic,
         row_slice,
     )
-
-
-def _device(device: Any, framework: str) -> Any:
-    if framework in _NUMPY:
-        if str(device) != "cpu":
-            raise SafetensorError(f"device: NumPy's arrays are on the CPU, not on {device!r}")
-        return "cpu"
-    import torch
-
-    where = torch_device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise SafetensorError(
-            f"device: {device!r} is not supported (remedy: load to the CPU, and move each tensor)"
-        )
-    return where if where.type == "cuda" else torch.device("cpu")

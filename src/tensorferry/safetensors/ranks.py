@@ -113,7 +113,7 @@ def agree_on_load(
             "the call, or the path is a different file for each rank (remedy: load again, or without broadcast)"
         )
     members = [rank for rank, each in enumerate(nodes) if each == nodes[ranks.rank]]
-    return loading, Sharers(ranks.group, members, loading.where)
+    return loading, Sharers(ranks.group, members, loading.framework.device)
 
 
 class Sharers(Owned):
@@ -246,7 +246,7 @@ def cuts(pieces: list[tuple[int, Any]], count: int, alignment: int) -> list[int]
 def _announcement(
     loading: LoadPlan, broadcast: Any, group: dist.ProcessGroup | None
 ) -> _Announcement:
-    kind = torch.device(loading.where).type
+    kind = torch.device(loading.framework.device).type
     is_moved = can_move(group, kind)
     if broadcast is True and not is_moved:
         backends = dist.get_backend_config(group)

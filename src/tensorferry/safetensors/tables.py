@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import framework_of
 from tensorferry.safetensors.sources import Source, Stored, stored_tensors
@@ -42,7 +41,7 @@ def find(source: Source, names: Sequence[str], framework: str) -> TableTensors:
             raise SafetensorError("no file has a tensor of this name", str(source), name=name)
         stored = known[name]
         tensor = stored.tensor
-        shape = library.shape(tensor.dtype, tensor.shape, stored.path, name)
+        shape = library.shape(tensor, stored.path)
         if not shape:
             raise ValueError(f"name: {name!r} is a scalar, which has no rows")
         tensors.append((stored, shape))
@@ -53,5 +52,4 @@ def find(source: Source, names: Sequence[str], framework: str) -> TableTensors:
                 f"name: {stored.tensor.name!r} has rows of {stored.tensor.dtype} {list(shape[1:])}, and "
                 f"{first.tensor.name!r} of {first.tensor.dtype} {list(first_shape[1:])}"
             )
-    is_torch = hasattr(library, "device")
-    return TableTensors(tensors, (torch_dtype if is_torch else numpy_dtype)(first.tensor.dtype))
+    return TableTensors(tensors, library.dtype(first.tensor.dtype))
