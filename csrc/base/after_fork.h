@@ -1,8 +1,9 @@
 // State that survives fork(2). fork() copies the memory of the parent but only the thread that called it, so in the
 // child a mutex may stay locked forever, and the worker threads do not exist. Process-wide state is therefore kept in
 // of_this_process(), which creates a new instance in the child and never touches or frees the child's copy of the
-// parent's instance. An object that is tied to threads stores the fork generation in which it was created, and compares
-// it with fork_generation() to recognize that it is in a child.
+// parent's instance. An object that is tied to threads stores the fork generation (the number of forks so far) in which
+// it was created. If fork_generation() has another value later, the object is a copy in a child, where its threads do
+// not exist.
 #pragma once
 
 #include <atomic>
@@ -14,14 +15,15 @@ namespace tensorferry {
 // The number of forks between the first process and this one.
 uint64_t fork_generation();
 
-// Lock the mutex of an object in order to read the object, which was created in `generation`. In a forked child this
-// does nothing: the child has no thread that changes the object, and a thread of the parent may have held the mutex at
-// the time of the fork.
+// Lock the mutex of an object, to read the object. `generation` is the fork generation in which the object was created.
+// If the object is a copy in a forked child, this locks nothing. No thread of the child changes the object, and a
+// thread of the parent may have held the mutex at the time of the fork, so the child would wait for it forever.
 inline std::unique_lock<std::mutex> locked_unless_forked(std::mutex& mutex, uint64_t generation) {
   return generation == fork_generation() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
-// The instances of T, of which each process creates its own.
+// Holds one instance of T for each process: get() returns the instance of the calling process, and creates it at first
+// use.
 template <typename T>
 class ForkSafe {
  public:

@@ -23,7 +23,8 @@ class Event {
 
   void set() const {
     const uint64_t one = 1;
-    // Except for EINTR, the write fails only when the counter is full (EAGAIN). The event is already set in that case.
+    // The write fails with EINTR, and is then repeated, or with EAGAIN if the counter is full. A full counter means
+    // that the event is already set.
     while (::write(descriptor_, &one, sizeof one) < 0 && errno == EINTR) {
     }
   }

@@ -24,7 +24,7 @@ File opened(const std::string& path) { return {std::fopen(path.c_str(), "re"), &
 std::optional<uint64_t> number_in(const std::string& path) {
   const File file = opened(path);
   unsigned long long number = 0;
-  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;  // "max" is no limit
+  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;  // "max": no limit
   return number;
 }
 
@@ -36,8 +36,9 @@ std::optional<uint64_t> limit_of(int resource) {
   return limit.rlim_cur;
 }
 
-// Look for an exhausted pids limit: in this process's cgroup and its parents, up to the mount point, where a container
-// sees its own limit.
+// Look for an exhausted limit of processes and threads (pids.max): in this process's cgroup and its parents, up to the
+// mount point, where a container sees its own limit. Returns text for the message; it is empty if no such limit is
+// found.
 std::string told_pids_limit() {
   const File file = opened("/proc/self/cgroup");
   std::array<char, PATH_MAX> line;
@@ -63,7 +64,7 @@ std::string told_pids_limit() {
   return "";
 }
 
-// Return a message if the address space limit leaves no room for `nbytes` more.
+// Return a message if the address space limit leaves no room for `nbytes` more bytes; otherwise nothing.
 std::optional<std::string> told_address_space(uint64_t nbytes) {
   const auto limit = limit_of(RLIMIT_AS);
   const auto pages = number_in("/proc/self/statm");

@@ -51,6 +51,8 @@ class Names {
     return *names;
   }
 
+  // If an attribute cannot be read or a method fails, these functions answer in the way that makes the tensor not
+  // plain.
   bool is_cpu(PyObject* tensor) const { return attribute_is(tensor, is_cpu_, Py_True); }
   bool is_quantized(PyObject* tensor) const { return !attribute_is(tensor, is_quantized_, Py_False); }
   bool is_nested(PyObject* tensor) const { return !attribute_is(tensor, is_nested_, Py_False); }
@@ -108,8 +110,8 @@ class Names {
   PyObject* untyped_storage_ = intern("untyped_storage");
 };
 
-// Return a tensor's properties as a struct in one call, if torch has the C functions of DLPack 1.3 (torch 2.10 and
-// later); reading its attributes takes three times as long. The declarations follow dlpack.h, and do not
+// The C functions of DLPack 1.3, which torch has from version 2.10 on. One call of show() stores a tensor's properties
+// in a struct; to read them as attributes takes three times as long. The declarations follow dlpack.h, and do not
 // change within a major version of DLPack.
 struct DlpackFunctions {
   struct Version {
@@ -341,9 +343,10 @@ PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::opt
   return segments;
 }
 
-// Find the memory of rows of a table that is stored in several files, one behind the other. For each file that has some
-// of the rows, return the file's index, the first of the rows in it, and the memory of the rows. `ends` has, for each
-// file, the number of the first row behind it.
+// Find the memory of some rows of a table, which is stored in one file or in several, one behind the other. `numbers`
+// is the address of the `count` row numbers. For each file that has some of the rows, return the file's index, the
+// first of the rows in it, and the memory of the rows. `ends` has, for each file, the number of the first row behind
+// it.
 std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t numbers, size_t count, bool is_unsigned,
                                                                     const std::vector<uint64_t>& ends,
                                                                     uint64_t row_nbytes, uint64_t stride_nbytes,
@@ -420,8 +423,8 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
     const auto first_copy = copy;
     while (copy != whole.copies.end() && copy->segment == index) ++copy;
     uint64_t done = 0;
-    // A gap may be as long as a file can be. Its complete rounds of stripes, one for each file, are therefore added to
-    // each part as one gap.
+    // A gap may be as long as a file can be, so a loop over its stripes would take too long. A round of stripes has one
+    // stripe in each file. The complete rounds of the gap are added to each part as one gap.
     if (address == 0 && nbytes >= row_nbytes) {
       for (PySegments& part : parts) part.add_gap(nbytes / row_nbytes * stripe_nbytes);
       position += nbytes / row_nbytes * row_nbytes;
@@ -510,7 +513,8 @@ bool any_moved(const PySegments& segments) {
 }
 
 // For the garbage collector: an array may refer to a future that refers to the array's segments. During the transfer
-// the core holds a reference, which the collector cannot see, so it does not regard the segments as garbage.
+// the core also holds a reference to the segments. No object that the collector visits has this reference, so the
+// collector does not regard the segments as garbage.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PySegments>(self)->owners.ptr());

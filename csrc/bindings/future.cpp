@@ -115,8 +115,8 @@ PyCompletionQueue::PyCompletionQueue() {
   if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
 }
 
-// The futures whose outcome was not yet retrieved. A failed one of them warns when it is freed. The list is for those
-// that are not freed before the interpreter ends: see warn_of_unseen().
+// The futures whose outcome was not yet retrieved. If one of them has failed, it warns when it is freed. The list is
+// needed for those that are not freed before the interpreter ends: see warn_of_unseen().
 struct PyFuture::Unseen {
   nb::ft_mutex mutex;
   PyFuture* first = nullptr;
@@ -360,7 +360,8 @@ void PyFuture::check_process() const {
 }
 
 void PyFuture::warn_if_unseen() {
-  if (!is_begun() || asked_ || generation_ != fork_generation()) return;  // the parent warns
+  if (!is_begun() || asked_ || generation_ != fork_generation()) return;  // in a forked child, the parent warns
+  // The usual cases, recognized without Python: the transfer is still running, or has succeeded.
   if (request_ && (!request_->core->done() || request_->core->faults().empty()) &&
       !(settled_ && !exception_.is_none())) {
     return;

@@ -63,8 +63,8 @@ size_t pickle_end(nb::bytes data) {
 }  // namespace tensorferry
 
 // nanobind stores its data about types once for the process, and an import in a second interpreter would take the data
-// from the first one. Therefore nanobind's initialization function gets another name here, and the module's own one, at
-// the end of this file, makes each import first check which interpreter runs it.
+// from the first one. Therefore nanobind's initialization function gets another name here. The module's own
+// PyInit__core(), at the end of this file, makes each import first check which interpreter runs it.
 #define PyInit__core PyInit_core_of_main_interpreter
 NB_MODULE(_core, module) {
   using namespace tensorferry;

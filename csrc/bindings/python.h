@@ -39,8 +39,8 @@ nb::object exception_of(const Fault& fault);
 // Raise RuntimeError in a forked child: `what` ("this file") belongs to the parent process.
 [[noreturn]] void raise_forked(const char* what);
 
-// Run the pending signal handlers of Python, and raise the exception that one of them raises. If a handler has forked,
-// so this is no longer the process of `generation`, call raise_forked(what).
+// Run the pending signal handlers of Python, and raise the exception that one of them raises. If a handler has forked
+// and this is the child, whose fork generation differs from `generation`, call raise_forked(what).
 void check_signals(uint64_t generation, const char* what);
 
 inline bool is_interrupted(const std::optional<Fault>& fault) { return fault && fault->error_number == EINTR; }
@@ -72,8 +72,8 @@ void raise_fault_of(Action action) {
   if (const std::optional<Fault> fault = interruptibly("this file", action)) raise(*fault);
 }
 
-// Call `step(milliseconds)`, which waits for up to this time, again and again without the GIL, and run signal handlers
-// in between. Returns true once `step` returns true, and false if the timeout expires before.
+// Call `step(slice)` again and again without the GIL, and run signal handlers in between. Each call waits for up to
+// `slice` milliseconds. Returns true once `step` returns true, and false if the timeout expires before.
 template <typename Step>
 bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
   using clock = std::chrono::steady_clock;

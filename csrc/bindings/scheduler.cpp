@@ -262,7 +262,8 @@ std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& s
   return ended;
 }
 
-// Close the core. Requests that are still outstanding hang, and their memory is left behind.
+// Close the core, after the wait of close_together(). If requests are still outstanding, they hang: the references to
+// the owners of their memory are then never dropped.
 bool PyScheduler::end() {
   bool ended;
   {

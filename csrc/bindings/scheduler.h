@@ -52,8 +52,8 @@ class Owners {
   std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
 };
 
-// Seals and cancels a request that no PyRequest refers to any more and that is not sealed, because an exception was
-// raised before the last transfer was submitted.
+// Cancels and seals a request if it is not sealed when the last PyRequest that refers to it is destroyed. This happens
+// if an exception was raised before the last transfer was submitted; without the seal, the request would never end.
 struct Sealer {
   std::shared_ptr<Request> core;
 
@@ -191,8 +191,9 @@ class PyScheduler {
 
   [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
-  // Admits transfers: waits until the lanes have room for them, and counts them as outstanding. The destructor gives up
-  // the places of transfers that were not submitted, which means those not passed to handed_over().
+  // Admits transfers: waits until their lanes have room for them (Scheduler::admit), and counts them as outstanding.
+  // Each transfer then has a place in its lane. The destructor gives up the places of the transfers that were not
+  // submitted: those for which handed_over() was not called.
   class Admitted {
    public:
     Admitted(PyScheduler& scheduler, std::vector<Scheduler::Places> places);
@@ -202,7 +203,7 @@ class PyScheduler {
     Admitted(const Admitted&) = delete;
     Admitted& operator=(const Admitted&) = delete;
 
-    void handed_over() { places_.clear(); }  // all of them
+    void handed_over() { places_.clear(); }  // all transfers were submitted
     void handed_over(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
    private:

@@ -16,9 +16,9 @@
 namespace tensorferry {
 namespace {
 
-// References to Python objects that threads without the GIL no longer need. These threads do not acquire the GIL to
-// drop the references, because the thread that has the GIL may be waiting for one of them. The next thread with the GIL
-// that calls release() drops them.
+// References to Python objects that threads without the GIL no longer need. Such a thread does not acquire the GIL to
+// drop a reference: the thread that has the GIL may be waiting for this one, and neither would continue. The next
+// thread with the GIL that calls release() drops them.
 class LetGo {
  public:
   void add(PyObject* object) {
@@ -42,7 +42,7 @@ class LetGo {
 };
 
 LetGo& let_go() {
-  static auto* const objects = new LetGo;  // threads may outlive the interpreter
+  static auto* const objects = new LetGo;  // never freed: threads may outlive the interpreter
   return *objects;
 }
 

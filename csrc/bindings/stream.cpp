@@ -27,8 +27,8 @@ class PyStream {
 
   ~PyStream() { let_go(); }
 
-  // Append the pieces of a Segments object. The object is referenced until the pieces have been copied and
-  // take_copied() has returned it.
+  // Append the pieces of a Segments object. The stream keeps a reference to the object until the pieces have been
+  // copied and take_copied() has returned it.
   void append(PyScheduler& scheduler, nb::handle segments) {
     const auto& given = nb::cast<const PySegments&>(segments);
     check_process();
@@ -133,7 +133,7 @@ class PyStream {
   }
   // Release the appended memory. It must not wait, because the garbage collector calls it.
   void let_go() {
-    std::deque<Owner> dropped;  // destroyed last: the destructor of an owner may call this stream
+    std::deque<Owner> dropped;  // destroyed at the end: the destructor of an owner may call this stream again
     dropped.swap(owners_);
     if (core_->fork_generation() != fork_generation()) {
       new std::shared_ptr<Stream>(core_);  // never destroyed: a thread of the parent may have held its mutex

@@ -34,6 +34,8 @@ constexpr auto squares = [] {
 }();
 static_assert(product(squares.back(), squares.back()) == x);
 
+// x to the power of the number of bits in `nbytes` bytes, modulo the generator. The loop begins with squares[3], which
+// is x^8, for the lowest bit of nbytes.
 constexpr uint32_t x_to_bits_of(uint64_t nbytes) {
   uint32_t power = one;
   for (size_t k = 3; nbytes != 0; nbytes >>= 1, ++k) {
@@ -64,7 +66,8 @@ void add(RunningCrc32* one, RunningCrc32* other, const void* data, uint64_t nbyt
 }
 
 uint32_t crc32_combine(uint32_t crc, uint32_t next_crc, uint64_t next_nbytes) {
-  // Appending bytes multiplies a remainder by a power of x, and the remainder of a sum is the sum of the remainders.
+  // A CRC-32 is a remainder of polynomials. To append bytes multiplies the polynomial by x to the number of their bits
+  // and adds theirs, and the remainder of a sum is the sum of the remainders.
   return product(x_to_bits_of(next_nbytes), crc) ^ next_crc;
 }
 

@@ -14,7 +14,8 @@ void write_values(const uint8_t* codes, const CodeBlocks& blocks, const float* t
     for (size_t column = 0; column < blocks.columns; in_block = 0) {
       const size_t run = std::min(blocks.block_columns - in_block, blocks.columns - column);
       const float factor = *scale++;
-      // Unrolled because the code of the loop is so short that it takes twice as long if it crosses a cache line.
+      // The loop is unrolled because its machine code would otherwise be so short that the loop takes twice as long if
+      // the code happens to cross the boundary of a cache line.
 #pragma GCC unroll 8
       for (size_t i = 0; i < run; ++i) {
         const float* const found = table + count * codes[i];

@@ -75,7 +75,8 @@ struct State {
 };
 
 State& state() {
-  // Not remade after fork: a forked child is refused the CUDA driver before it gets here.
+  // A forked child gets the parent's instance. It never uses cuFile through it, because the CUDA driver refuses the
+  // child before.
   static auto* instance = new State;
   return *instance;
 }

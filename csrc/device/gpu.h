@@ -94,7 +94,7 @@ class Gpu {
   Result<std::unique_ptr<Copier>> take_copier();
   void give_back(std::unique_ptr<Copier> copier);
 
-  // Page-lock host memory and register it for the contexts of all GPUs.
+  // Page-lock host memory and register it with CUDA, for the contexts of all GPUs.
   std::optional<Fault> register_host(void* memory, size_t nbytes);
   void unregister_host(void* memory);
 
@@ -130,8 +130,9 @@ class Copiers {
 bool is_capturing(int ordinal, StreamHandle stream);
 
 // The point from which a transfer may use GPU memory: everything that was queued on the user's stream when the transfer
-// was requested has completed. The transfer is put in line once its gates have passed. The streams of the workers'
-// copiers do not wait for a gate instead, because that would delay the workers' other transfers.
+// was requested has completed. The transfer is put in line, where workers take blocks from it, once its gates have
+// passed. A worker could instead queue its copies at once and let its CUDA stream wait for the gate. The copies of the
+// worker's other transfers would then wait behind them.
 class Gate {
  public:
   // Create a gate behind everything that is queued on the stream now. The stream must not be capturing.

@@ -1,6 +1,7 @@
-// Copies take a fraction of a millisecond each and complete approximately in the order in which they were queued, so
-// the thread sleeps until the oldest one completes. Gates wait for work of users, which may take any time and complete
-// in any order. They are polled, at growing intervals while none passes.
+// The watcher's thread treats copies and gates differently. Copies take a fraction of a millisecond each and complete
+// approximately in the order in which they were queued, so the thread sleeps until the oldest one completes. Gates wait
+// for work of users, which may take any time and complete in any order. They are polled, at growing intervals while
+// none passes.
 #include "device/watcher.h"
 
 #include <errno.h>

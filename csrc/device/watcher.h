@@ -1,5 +1,6 @@
-// A thread that waits for GPUs in place of the workers. It calls a function when a copy has completed, or when a gate
-// has passed, which is the point in a stream's work from which a transfer may use GPU memory (gpu.h).
+// A thread that waits for GPUs in place of the workers, the threads that drive the engines. It calls a function when a
+// copy has completed, or when a gate has passed. A gate is the point in a CUDA stream's work from which a transfer may
+// use GPU memory (gpu.h).
 #pragma once
 
 #include <condition_variable>

@@ -187,11 +187,11 @@ class IoUringEngine final : public Engine {
   }
 
   // The kernel has accepted nothing: it lacks memory for requests, or a sandbox was put around the running process.
-  // Wait a little, but not in the ring, where wake() may not end the wait now. If the failures last for a tenth of a
-  // second, the entries are returned with the error. Blocks that the kernel accepted before are still waited for: their
-  // completions need no submission, but with DEFER_TASKRUN they need a call of io_uring_enter. If that is forbidden,
-  // too, they never complete, and Scheduler::close() leaks their memory rather than free it while the kernel may write
-  // to it.
+  // Wait a little, but not in the ring: the poll by which wake() ends such a wait may be among the refused entries. If
+  // the failures last for a tenth of a second, the entries are returned with the error. Blocks that the kernel accepted
+  // before are still waited for: their completions need no submission, but with DEFER_TASKRUN they need a call of
+  // io_uring_enter. If that is forbidden, too, they never complete, and Scheduler::close() leaks their memory rather
+  // than free it while the kernel may write to it.
   void outlast(int error_number, bool wait) {
     const auto now = Clock::now();
     if (!failing_since_) failing_since_ = now;
@@ -235,7 +235,7 @@ class IoUringEngine final : public Engine {
   // Add a poll of the eventfd to the ring, whose completion ends a wait in the ring when wake() is called.
   void arm_wake() {
     struct io_uring_sqe* entry = next_entry();
-    if (entry == nullptr) return;  // a full queue will complete something soon
+    if (entry == nullptr) return;  // the queue is full, so a completion will soon end the wait instead
     ::io_uring_prep_poll_add(entry, event_.descriptor(), POLLIN);
     ::io_uring_sqe_set_data(entry, this);
     wake_armed_ = true;

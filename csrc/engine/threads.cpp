@@ -1,5 +1,5 @@
 // The threads engine: threads that block in pread and pwrite. It works everywhere and is the baseline for the other
-// engines. The same threads are the engine for cuFile, because its calls block, too.
+// engines. The same code is the engine for cuFile, because cuFile's calls block like system calls.
 //
 // A thread is started when a block waits for one, up to a limit: beyond some tens of threads a drive gains nothing, and
 // each thread costs a stack.

@@ -204,8 +204,9 @@ class Making {
   NamesMade* names_ = nullptr;
 };
 
-// Open with O_CREAT. If the open may have created the name, `making` has begun; to begin it without need costs one sync
-// of a directory. `status` is set if the properties of the file were looked up.
+// Open with O_CREAT. If the open may have created the name, `making` has begun at the return. If it has begun although
+// the name existed before, that costs one unnecessary sync of a directory. `status` is set if the properties of the
+// file were looked up.
 int open_creating(const char* path, int flags, mode_t mode, Making& making, std::optional<Status>& status) {
   if (flags & O_EXCL) {
     making.begin();
@@ -343,8 +344,9 @@ std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   const uint64_t kept = std::min<uint64_t>(info.f_blocks / 50, 4096);
   const uint64_t for_root = info.f_bfree - std::min<uint64_t>(kept, info.f_bfree);
   const uint64_t blocks = ::geteuid() == 0 ? std::max<uint64_t>(for_root, info.f_bavail) : info.f_bavail;
-  // The blocks beyond its end that the file already has are added. They are looked up after the free space, so blocks
-  // that another thread reserves between the two calls are counted twice rather than not at all.
+  // The blocks beyond its end that the file already has are added. They are looked up after the free space: blocks that
+  // another thread reserves between the two calls are then counted twice. In the other order they would not be counted
+  // at all, and a write that fits would be refused.
   struct stat status;
   if (::fstat(descriptor, &status) != 0) return std::nullopt;
   const uint64_t held = static_cast<uint64_t>(status.st_blocks) * 512;
@@ -352,6 +354,7 @@ std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   return blocks * static_cast<uint64_t>(info.f_bsize) + (held > size ? held - size : 0);
 }
 
+// The free space in `info` as text for messages. `failed` is the result of the statfs() that has filled `info`.
 std::string told_room(int failed, const struct statfs& info) {
   if (failed != 0) return "";
   if (info.f_files > 0 && info.f_ffree == 0) {
@@ -530,7 +533,7 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
       fault.error_number = errno;
       return fault;
     }
-    direct = DirectMode::never;  // the description is shared with the caller: its flags must not change
+    direct = DirectMode::never;  // the caller shares the open file description, so its flags must not change
     kept_flags = flags;
   }
   std::shared_ptr<File> file(new File(std::move(path), own, access != O_WRONLY, access != O_RDONLY));
@@ -566,8 +569,8 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
   keeps_failed_reservations_ = file_system.kind == Mounted::Kind::ext4;
   write_granularity_ = file_system.write_granularity;
 
-  // All flags are set in one call. O_NONBLOCK has served its purpose, and io_uring would fail with EAGAIN where it
-  // should wait.
+  // All flags are set in one call. It also clears O_NONBLOCK, which was needed only for the open: with it, io_uring
+  // would fail with EAGAIN where it should wait.
   const auto set_flags = [&](int flags) { return ::fcntl(descriptor(), F_SETFL, (kept_flags & ~O_NONBLOCK) | flags); };
   const auto through_cache = [&]() -> std::optional<Fault> {
     if (kept_flags != 0 && !(kept_flags & O_NONBLOCK)) return std::nullopt;
@@ -580,7 +583,8 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
     return refused;
   };
   if (mode == DirectMode::never) return through_cache();
-  // Memory file systems may accept O_DIRECT and copy nevertheless; their page cache is the file.
+  // File systems in memory may accept O_DIRECT, but their page cache is the file, so direct I/O would copy like
+  // buffered I/O.
   if (in_memory_) {
     return unsupported("the file system is in memory: use direct=\"auto\" or False");
   }
@@ -664,8 +668,9 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     // Only a lack of space is a refusal. File systems that do not support fallocate return various errors; their writes
     // proceed without a reservation.
     if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG && errno != EINTR) return std::nullopt;
-    // Space that was reserved so far (a quota, a race for the last blocks) stays beyond the end of the file, for its
-    // next writer. Releasing it could destroy data that another process writes there at this moment.
+    // The space that was reserved before the refusal (by a quota, or because other writers took the last blocks) stays
+    // beyond the end of the file, for its next writer. Releasing it could destroy data that another process writes
+    // there at this moment.
     return at_begin(fault("reserve space", errno));
   }
   // The blocks are reserved; if the size cannot be set now, the writes will set it.

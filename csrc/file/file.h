@@ -1,8 +1,9 @@
-// One open file: its descriptors (direct and buffered), alignment rules, size and durability.
+// One open file: its descriptors (direct and buffered), alignment rules, size and durability. A block is one read or
+// write that is passed to the kernel (engine/engine.h).
 //
 // A File opens one descriptor and switches it to O_DIRECT where the file system supports that. A second, buffered
-// descriptor is opened through /proc only when something needs it (ragged edges of a write, cached parts of a read).
-// Thousands of plain requests therefore hold one descriptor each.
+// descriptor is opened through /proc only when something needs it (ragged edges of a write, cached parts of a read). A
+// request that needs neither holds only one descriptor, so thousands of requests can be in progress at the same time.
 #pragma once
 
 #include <atomic>
@@ -57,8 +58,9 @@ class File : public std::enable_shared_from_this<File> {
   static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct,
                                                        bool for_request = false);
 
-  // A file without a descriptor, whose bytes `source` reads. Only engines with threads can read it. `device` is the
-  // number that device() returns, which selects the lane.
+  // A file without a descriptor, whose bytes `source` reads. Only engines with threads can read it, because `source`
+  // may block. `device` is the number that device() returns. It selects the lane: the queue and the threads that serve
+  // the files of one device (transfer/lane.h).
   static std::shared_ptr<File> of_source(std::string path, uint64_t nbytes, uint64_t device,
                                          std::shared_ptr<Source> source);
 
@@ -94,7 +96,7 @@ class File : public std::enable_shared_from_this<File> {
     std::shared_ptr<File> file_;
   };
 
-  // Return a lease, which is empty once retire() was called.
+  // Return a lease. It is empty if retire() was called before, because the file is then about to be closed.
   Lease lease();
 
   // Refuse further leases and wait for the existing ones to end. Returns false if some are left after the timeout.
@@ -107,10 +109,11 @@ class File : public std::enable_shared_from_this<File> {
   // The results of the first reads of the file's mount (first_reads.h); null if it is not a network file system or
   // FUSE.
   FirstReads* first_reads() const { return first_reads_.get(); }
-  // Whether the file is on FUSE. All blocks of such a file must be moved by threads (an engine's, or helpers). io_uring
-  // assumes that a FUSE file never blocks in a submission, because the file can be polled; in fact each request may
-  // block. Also, io_uring resumes a short direct read or write of such a file at the same offset, since fuse_direct_IO
-  // leaves ki_pos unchanged (seen with Linux 6.18 where the server has not asked for FUSE_ASYNC_DIO).
+  // Whether the file is on FUSE. All blocks of such a file must be moved by threads: the engine's, or the helper
+  // threads of the lane. io_uring assumes that a FUSE file never blocks in a submission, because the file can be
+  // polled. In fact each read or write may block, and with it the worker that submits. Also, io_uring resumes a short
+  // direct read or write of such a file at the same offset, since fuse_direct_IO leaves ki_pos unchanged (seen with
+  // Linux 6.18 where the server has not asked for FUSE_ASYNC_DIO).
   bool on_fuse() const { return fuse_; }
   bool regular() const { return regular_; }  // false: a block device
   Source* source() const { return source_.get(); }
@@ -141,8 +144,8 @@ class File : public std::enable_shared_from_this<File> {
   // The size in bytes.
   Result<std::optional<uint64_t>> size() const;
 
-  // The size by which a read is checked. For a file that was opened for one request, this is its size at open, which
-  // saves a system call and is no older than the request.
+  // The size against which a read is checked, so a read beyond the end is refused. For a file that was opened for one
+  // request, this is the size at open: no system call is needed, and the size is no older than the request.
   Result<std::optional<uint64_t>> size_for_reading() const {
     return regular_ && of_request_.load(std::memory_order_relaxed) ? std::optional(opened_size_) : size();
   }
@@ -204,7 +207,8 @@ class File : public std::enable_shared_from_this<File> {
   static size_t open_descriptors();
 
   // The files that were opened for one request each. A caller that runs out of descriptors may wait until one of them
-  // is closed, because their requests close them; other files may stay open forever.
+  // is closed, because each is closed at the end of its request. It must not wait for other files, which may stay open
+  // forever.
   struct OfRequests {
     size_t open;          // how many of them are open
     uint64_t given_back;  // how many of them have been closed so far
@@ -217,7 +221,7 @@ class File : public std::enable_shared_from_this<File> {
   // are the status flags that must be kept because the caller shares the open file description; 0 if the description is
   // ours.
   std::optional<Fault> enable_direct(DirectMode mode, const Status& status, int kept_flags);
-  void give_to_request();  // mark the file as opened for one request
+  void give_to_request();  // mark the file as one that was opened for one request
   // Whether the file was opened for one request and had at least `end` bytes at that time.
   bool was_opened_with(uint64_t end) const {
     return of_request_.load(std::memory_order_relaxed) && end <= opened_size_;
@@ -247,7 +251,7 @@ class File : public std::enable_shared_from_this<File> {
   bool replaced_ = false;
   FileIdentity identity_;
   uint64_t file_system_ = 0;
-  uint64_t opened_size_ = 0;  // never changes if the file has a source
+  uint64_t opened_size_ = 0;  // at open; a file with a source always has this size
   uint32_t write_granularity_ = 1;
   bool keeps_failed_reservations_ = false;  // on ext4, where a failed fallocate keeps the blocks that it got
   std::atomic<bool> of_request_{false};
@@ -258,7 +262,7 @@ class File : public std::enable_shared_from_this<File> {
   int sync_error_ = 0;  // errno of the first sync that failed
   std::atomic<bool> name_durable_{false};
   std::atomic<int> buffered_{-1};  // the second descriptor, without O_DIRECT; -1 until it is opened
-  std::mutex cufile_mutex_;        // serializes registration, which a forked child never does
+  std::mutex cufile_mutex_;        // serializes registration; a forked child never registers a file
   std::atomic<cufile::Handle> cufile_{nullptr};
   bool refused_by_cufile_ = false;
 };

@@ -11,8 +11,8 @@ constexpr uint32_t compared_count = 8;  // blocks of the trial for each of the t
 
 // The page cache is chosen only if its reads take less than this share of the time that direct reads take, because it
 // copies the data once more and uses memory that others may need. Also, the kernel's read-ahead sends two requests at a
-// time for a block, where a direct read sends one. A single block looks faster that way, but a transfer has many blocks
-// in flight in any case.
+// time for a block, where a direct read sends one. A single block is therefore faster through the page cache. A whole
+// transfer gains nothing from that, because it has many blocks in flight in both ways.
 constexpr double max_share_of_direct = 0.5;
 
 struct FirstReadsOfAll {

@@ -1,5 +1,5 @@
 // The results of the first reads of a mount. They are used for network file systems and FUSE, because the type of such
-// a file system does not determine how to read it best.
+// a file system does not determine how to read it best. A block is one read that is passed to the kernel.
 //
 // The fastest read past the page cache shows the latency of the server, and so how many bytes must be in flight to keep
 // the server busy. Whether reads through the page cache or past it are faster is found by trial: of the first large
@@ -17,7 +17,8 @@ namespace tensorferry {
 
 class FirstReads {
  public:
-  // Shorter blocks do not count in the trial, because the kernel reads ahead more than their length.
+  // Shorter blocks do not count in the trial. Through the page cache the kernel reads ahead more than their length, so
+  // the time that such a block takes is not that of its own bytes.
   static constexpr uint64_t min_compared_nbytes = uint64_t{512} << 10;
 
   // The object that all files of a mount share. `mount` is the mount's unique number, or st_dev where there is none.
@@ -36,7 +37,7 @@ class FirstReads {
 
  private:
   enum class Way { undecided, direct, cached };
-  // The blocks of the trial that were read in one of the two ways.
+  // The sums over the blocks of the trial that were read in one of the two ways.
   struct Compared {
     uint32_t count = 0;
     double nbytes = 0, seconds = 0;

@@ -31,7 +31,8 @@ int map_piece(const Mapping::Piece& piece, char* at) {
 size_t into_huge_page(const std::vector<Mapping::Piece>& pieces) {
   uint64_t before = 0;
   for (const Mapping::Piece& piece : pieces) {
-    // A wrapped difference is correct here, because huge_nbytes is a power of two.
+    // If the difference is negative, it wraps around. The remainder is correct nevertheless, because huge_nbytes is a
+    // power of two.
     if (piece.file) return (piece.offset - before) % huge_nbytes;
     before += piece.nbytes;
   }
@@ -54,7 +55,8 @@ Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& piece
     if (__builtin_add_overflow(nbytes, piece.nbytes, &nbytes)) return refused(piece, ENOMEM, piece.nbytes);
   }
   if (nbytes > SIZE_MAX / 2) return refused(pieces.front(), ENOMEM, nbytes);
-  // Reserve the addresses first. MAP_FIXED then replaces only parts of this reservation.
+  // Reserve the addresses first. MAP_FIXED replaces whatever is mapped at an address; within the reservation it cannot
+  // replace memory of other code.
   const size_t used = rounded_up(nbytes, page_nbytes());
   const size_t granule = nbytes >= huge_nbytes ? huge_nbytes : page_nbytes();
   const size_t into = into_huge_page(pieces) % granule;

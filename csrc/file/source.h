@@ -1,4 +1,4 @@
-// The interface of an object that reads a file without a descriptor, such as an object in a bucket.
+// A source reads the bytes of a file that has no descriptor, such as an object in a bucket (S3). This is its interface.
 #pragma once
 
 #include <cstdint>

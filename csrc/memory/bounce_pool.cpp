@@ -45,7 +45,7 @@ struct BouncePool::Registry {
         const auto pool = kept.lock();
         if (!pool) continue;
         pool->replaced_ = true;
-        // Waiters must look for the new pool.
+        // The waiters must call of() or pinned() again, which return the new pool.
         pool->wake();
       }
       by_device.clear();

@@ -96,8 +96,9 @@ class Screen {
   }
 
   bool set_items(size_t count) {
-    // Remove `count` values, which are keys and values in turn, from the stack, and add them to the object below. Keys
-    // with too many or an unknown number of values to hash are refused, except for `called` ones.
+    // Remove `count` values, which are keys and values in turn, from the stack, and add them to the object below. A key
+    // with too many values to hash is refused, and so is one with an unknown number, unless it is `called`: the code
+    // that unpickles decides which classes there are, and so how their objects are hashed.
     if (count % 2 != 0 || height() < count + 1) return false;
     bool named = true;
     for (size_t key = stack_.size() - count; key < stack_.size(); key += 2) {
@@ -132,7 +133,8 @@ class Screen {
   bool make() { return height() >= 2 && is_tuple() && stack_.back().count == 1 && call(); }
 
   bool build() {
-    // With a tuple of two as its state, BUILD would call setattr() for each item of the second dict.
+    // The state must not be a tuple of two values: if the second one is a dict, BUILD calls setattr() for each of its
+    // items.
     if (height() < 2 || (stack_.back().kind != Kind::fields && stack_.back().kind != Kind::tuple)) return false;
     stack_.pop_back();
     return stack_.back().kind == Kind::called;

@@ -1,7 +1,7 @@
 // Decides which pickles may be passed to Python's own unpickler, which is fast but trusts its input. These are pickles
-// that consist only of objects with fields, dicts, lists, tuples, text, bytes and numbers, as checkpoint metadata does.
-// This code walks through the opcodes of the pickle and creates no objects. It does not check the names of classes and
-// functions in the pickle: the code that unpickles decides which of them it resolves.
+// like those of checkpoint metadata, which consist only of objects with fields, dicts, lists, tuples, text, bytes and
+// numbers. This code walks through the opcodes of the pickle and creates no objects. It does not check the names of
+// classes and functions in the pickle: the code that unpickles decides which of them it resolves.
 #pragma once
 
 #include <cstddef>

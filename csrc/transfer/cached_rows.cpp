@@ -11,8 +11,8 @@
 namespace tensorferry {
 namespace {
 
-// The limits of a block, in rows and gaps and in bytes of rows: enough to make the overhead of the block small, and few
-// enough to leave other blocks for other threads.
+// The limits of a block, in rows and gaps (max_pieces) and in bytes of rows. With so many, the overhead of the block is
+// small. With more, there would be too few blocks for the threads that share a request.
 constexpr size_t max_pieces = 128;
 constexpr uint64_t max_block_nbytes = uint64_t{256} << 10;
 

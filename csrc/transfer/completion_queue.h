@@ -1,6 +1,7 @@
-// Reports completed requests to Python, without a worker calling Python. A token is a number that the receiver chose
-// for a request. When the request is done, its token is queued here and an eventfd is set. To learn of it, an event
-// loop watches the eventfd's descriptor, or a Python thread sleeps in wait().
+// Reports completed requests to Python. Workers only use this queue and never call Python, so they never wait for the
+// GIL. A token is a number that the receiver chose for a request. When the request is done, its token is queued here
+// and an eventfd is set. To learn of it, an event loop watches the eventfd's descriptor, or a Python thread sleeps in
+// wait().
 #pragma once
 
 #include <poll.h>

@@ -1,5 +1,5 @@
-// Rows of a table by number: which rows of its file a call moves, in file order, and from or to which memory. This is
-// arithmetic without I/O.
+// Rows of a table, chosen by their numbers: where each of them is in the file and in the caller's memory, in file
+// order. This is arithmetic without I/O.
 //
 // The rows are sorted by number. Each page of the file is therefore read once, and pages that hold several rows, or a
 // row that spans several pages, become one block (plan.h). A row that is requested several times is read once and then

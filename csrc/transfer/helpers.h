@@ -38,7 +38,7 @@ class Helpers {
 
  private:
   struct State;
-  bool start_thread();  // requires the lock
+  bool start_thread();  // requires the mutex of State
   static void serve(const std::shared_ptr<State>& state);
 
   const char* const name_;

@@ -11,7 +11,8 @@
 namespace tensorferry {
 namespace {
 
-// Gaps up to this size between joined items are read with them, because a further request takes the drive longer.
+// Gaps up to this size between joined items are read together with them, because a separate read of each item would
+// take the drive longer.
 constexpr uint64_t max_joined_gap_nbytes = uint64_t{16} << 10;
 
 // From this number of items of one file on, one look-up for the whole file (File::snapshot) costs less than one for

@@ -1,6 +1,7 @@
 // Turns the items of one call into transfers. An item is a piece of memory and the range of a file that it is moved
 // from or to. File space is reserved for all items of the call at once, and small items that are neighbours in a file
-// are joined to one transfer. An error that concerns one item refuses that item alone.
+// are joined to one transfer. An error that concerns one item refuses that item alone. A lane has the queue and the
+// threads for the files of one device (lane.h).
 #pragma once
 
 #include <cstddef>
@@ -37,10 +38,11 @@ struct Item {
   uint64_t offset = 0;
   size_t position = 0;                            // in the call
   const std::vector<Memory>* segments = nullptr;  // replace `memory`, with the same total size
-  // Set if `segments` are rows of a table: the further places to which rows are copied, which may be none.
+  // Set if `segments` are rows of a table, even if it is empty: the further places to which rows are copied after they
+  // are read.
   const std::vector<Segments::Copy>* copies = nullptr;
   std::shared_ptr<Checksums> checksums = nullptr;
-  std::shared_ptr<Lane> lane = nullptr;  // set by find_lanes()
+  std::shared_ptr<Lane> lane = nullptr;  // of the file's device; set by find_lanes()
 };
 
 // The gates of one call, one for each location. A gate is the point in a stream's work from which the transfer may use

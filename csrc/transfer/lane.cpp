@@ -13,8 +13,8 @@
 namespace tensorferry {
 namespace {
 
-constexpr size_t max_waiting = 32;  // helpers that open, close and so on: as many as the threads engine has threads
-constexpr size_t max_helpers = 8;   // helpers for syncs, and helpers for streams
+constexpr size_t max_waiting = 32;  // helpers for jobs_: as many as the threads engine has threads
+constexpr size_t max_helpers = 8;   // helpers for syncs_, and as many for streams_
 
 }  // namespace
 

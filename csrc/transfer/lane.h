@@ -53,7 +53,7 @@ class Queue {
   void let_end();
 
  private:
-  // A worker that found no block and is to be woken by add().
+  // A worker that found no block of the classes before `limit`. add() wakes it when it adds such blocks.
   struct Hungry {
     std::shared_ptr<Worker> worker;
     Line::Class limit;
@@ -74,7 +74,7 @@ class Lane {
 
   uint64_t device() const { return device_; }
 
-  // The queue, created at first use. If there can be no further queue, this lane shares that of another lane.
+  // The queue, created at first use. If no further queue can be created, this lane uses that of another lane.
   std::shared_ptr<Queue> queue();
 
   // The pool of bounce buffers; null if there is no memory for it.
@@ -109,7 +109,7 @@ class Lane {
   Helpers syncs_;
   Helpers streams_;
   friend class Scheduler;
-  size_t outstanding_ = 0;  // transfers and other work that closing waits for; guarded by the scheduler's mutex
+  size_t outstanding_ = 0;  // transfers and other work that Scheduler::close() waits for; guarded by its mutex
 };
 
 }  // namespace tensorferry

@@ -68,7 +68,7 @@ std::shared_ptr<Lane> Lanes::of(uint64_t device) {
     }
     lane = lanes_.emplace(device, KeptLane{std::make_shared<Lane>(*this, device), true}).first->second.lane;
     share_processors();
-    if (over_) lane->abandon();  // the scheduler was abandoned, with all other lanes
+    if (over_) lane->abandon();  // the scheduler was abandoned, and its other lanes with it
     if (lanes_.size() > 1 && !over_ && !caretaker_.joinable()) {
       SignalsBlocked signals;
       try {
@@ -110,7 +110,7 @@ void Lanes::give_back(std::shared_ptr<Lane> lane) {
   {
     std::lock_guard lock(mutex_);
     const auto is_spare = [&](const auto& one) { return one != queue && one.use_count() == 1; };
-    const bool is_used = queue.use_count() > 2;  // by another lane: two references are queues_ and `queue`
+    const bool is_used = queue.use_count() > 2;  // by another lane; the other two references are in queues_ and `queue`
     // One spare queue is kept for the next lane.
     if (over_ || is_used || std::none_of(queues_.begin(), queues_.end(), is_spare)) return;
     std::erase(queues_, queue);
@@ -159,7 +159,7 @@ std::shared_ptr<Queue> Lanes::queue_for_a_lane() {
     if (queue->start(*engine_kind_).empty()) {
       std::lock_guard lock(mutex_);
       queues_.push_back(queue);
-      if (over_) queue->abandon();  // the scheduler was abandoned, with all other queues
+      if (over_) queue->abandon();  // the scheduler was abandoned, and its other queues with it
       return queue;
     }
     queue->stop();

@@ -1,8 +1,9 @@
 // The lanes of a scheduler: one for each device in use, up to a limit. A lane (lane.h) has what the transfers of its
 // device may wait for: a queue with workers, helper threads and bounce memory.
 //
-// A lane is created when a transfer first needs it and destroyed after some seconds without use. Beyond the limit
-// devices share lanes. The threads for CPU-bound work are also here, because all lanes share them.
+// A lane is created when a transfer first needs it. A thread, the caretaker, destroys it after some seconds without
+// use. Beyond the limit devices share lanes. The threads for CPU-bound work are also here, because all lanes share
+// them.
 #pragma once
 
 #include <condition_variable>
@@ -32,15 +33,16 @@ class Lanes {
   std::string start(const EngineKind& kind);
   const EngineKind& engine_kind() const { return *engine_kind_; }
 
-  // The lane of a device; at the limit of lanes, another device's.
+  // The lane of a device. At the limit of lanes, this is the lane of another device, which the two then share.
   std::shared_ptr<Lane> of(uint64_t device);
   size_t count() const;
 
-  // Return a queue for a new lane: an idle one, a new one, or one of another lane.
+  // Return a queue for a new lane: an idle one, else a new one, else (at the limit of queues, or if no engine or thread
+  // can be created) that of another lane, which the two lanes then share.
   std::shared_ptr<Queue> queue_for_a_lane();
 
-  // Run a CPU-bound job on a helper thread: one that adds pages to memory (touches it), or one that copies.
-  // help_to_touch() queues the job if all threads are busy; help_to_copy() then returns false, and the caller copies.
+  // Run a CPU-bound job on a helper thread: one that adds pages to memory (touches it), or one that copies. If all
+  // threads are busy, help_to_touch() queues the job, and help_to_copy() returns false, so the caller copies itself.
   void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 
@@ -60,8 +62,8 @@ class Lanes {
   // Remove a lane that nothing refers to; with `unused`, only one that of() has not returned since the caretaker last
   // looked. Null if there is none. Requires mutex_.
   std::shared_ptr<Lane> take_out_idle(bool unused);
-  // End the helpers of a lane that was taken out, and its queue, unless another lane uses the queue or it is kept for
-  // the next lane.
+  // End the helpers of a lane that was taken out. End its queue as well, unless another lane uses the queue, or it is
+  // kept for the next lane.
   void give_back(std::shared_ptr<Lane> lane);
   void look_after();        // the loop of the caretaker
   void share_processors();  // requires mutex_

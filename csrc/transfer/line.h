@@ -1,4 +1,6 @@
-// Chooses the next block: requests take turns, small ones first, background ones last.
+// Chooses the next block: requests take turns, small ones first, background ones last. A request is one call of a user.
+// It has one or more transfers, each of which moves a range of a file in blocks. A line holds the transfers of one lane
+// that have blocks left to be taken (lane.h).
 //
 // Without turns a large request would delay all later ones for as long as the drive needs for it, and a request of
 // thousands of transfers would delay one with a single transfer. The requests of one class therefore take turns of a
@@ -42,7 +44,7 @@ class Line {
   // has_before(limit).
   const std::shared_ptr<Transfer>& front(Class limit = class_count);
 
-  // `transfer` itself if it is the first of its request's transfers in line, otherwise null.
+  // Return `transfer` if it is in line and the first of its request's transfers there, otherwise null.
   std::shared_ptr<Transfer> find(const Transfer& transfer) const;
 
   // Record that bytes were taken from a transfer returned by front() or find(). An exhausted transfer leaves the line.
@@ -50,18 +52,18 @@ class Line {
   Class took(const Transfer& transfer, uint64_t nbytes, bool exhausted);
 
  private:
-  // A request in line.
+  // A request in line, with its turn.
   struct Turn {
     Class in;
     std::deque<std::shared_ptr<Transfer>> transfers;
-    uint64_t left_nbytes = turn_nbytes;  // of its present turn
+    uint64_t left_nbytes = turn_nbytes;  // that the request may still take in its present turn
   };
   using Ring = std::list<Turn>;
 
   Class next_class(Class limit) const;
 
   Ring rings_[class_count];
-  uint32_t served_[class_count] = {};  // blocks of each class since a later class last got one
+  uint32_t served_[class_count] = {};  // blocks that each class got since a class behind it last got one
   uint64_t owed_nbytes_ = 0;           // bytes that other classes may take before the next background block
   std::unordered_map<const Request*, Ring::iterator> requests_;
 };

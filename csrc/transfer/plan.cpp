@@ -39,7 +39,8 @@ bool Plan::is_passed_over(const Segments::Piece& rest) const {
   return align_up(input_.offset + rest.begin, page) + page <= input_.offset + end;
 }
 
-// Whether no wanted data follows in the last page of `rest`, which is a row of a table or the rest of one.
+// Whether `rest`, a row of a table or the rest of one, has its last page for itself: no wanted data follows in that
+// page.
 bool Plan::is_alone(const Segments::Piece& rest) const {
   if (!input_.rows) return false;
   return rest.begin + rest.nbytes == nbytes_ || is_passed_over((*segments_)[rest.segment + 1]);
@@ -87,7 +88,8 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     if (begin >= limit) break;
     const bool last = segment.begin + segment.nbytes == nbytes_;
     const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
-    if (segment.nbytes < least_nbytes && (!last || input_.rows)) continue;  // there may be a million such segments
+    if (segment.nbytes < least_nbytes && (!last || input_.rows))
+      continue;  // decided early: there may be a million such segments
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // Only a read has gaps, and a block of a read may end anywhere, because it is padded.
       return begin;

@@ -24,8 +24,9 @@
 //
 // A segment is used in place if it has enough bytes to be worth a block; shorter neighbours share a bounce buffer. A
 // segment may be a gap, which is a range of the file that the caller does not want. A read passes over gaps that are
-// long enough. The rows of a table are far apart: a gather reads only pages that hold wanted bytes, each page once, and
-// a row that is alone in its pages is read straight into its memory if its alignment permits.
+// long enough, and reads shorter ones together with the segments around them. The rows of a table are far apart: a
+// gather reads only pages that hold wanted bytes, each page once, and a row that is alone in its pages is read straight
+// into its memory if its alignment permits.
 //
 // GPU memory cannot be passed to the kernel, so each block of GPU memory is bounced, with a copy between the buffer and
 // the GPU. With cuFile the body is moved directly, at any GPU address.
@@ -106,7 +107,7 @@ class Plan {
   PlanInput input_;
   const Segments* segments_ = nullptr;
   uint64_t nbytes_ = 0;
-  uint64_t alignment_ = 1;   // of the body's blocks in the file
+  uint64_t alignment_ = 1;   // file offsets and lengths of direct blocks are multiples of this
   uint64_t body_begin_ = 0;  // these two are relative to the transfer
   uint64_t body_end_ = 0;
   uint64_t step_ = 1;         // the longest block straight from or to memory

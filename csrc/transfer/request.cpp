@@ -28,7 +28,7 @@ class Request::Cut final : public OrderedWrite {
 
  private:
   const std::shared_ptr<Request> request_;
-  const File& file_;  // belongs to a use that waits for this cut
+  const File& file_;  // the use that waits for this cut keeps it alive
 };
 
 Request::Request(std::shared_ptr<Scheduler> scheduler, const RequestOptions& options)
@@ -181,7 +181,8 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
   if (ready) {
     ready->counted_in = transfer.lane();  // the use is now outstanding in place of the transfer
   } else {
-    // Count down before the request can be done: a caller that sees it done must find nothing of it outstanding.
+    // Count the transfer down before the request can be done: a caller that sees the request done must find none of its
+    // transfers outstanding.
     scheduler()->one_less(*transfer.lane());
   }
   change([&](auto& jobs) {
@@ -282,7 +283,8 @@ bool Request::settle_file(std::unique_ptr<Use> use) {
   }
   bool kept = false;
   if (done.directory) {
-    // One open descriptor suffices for each directory, and the number of directories with one is limited.
+    // Syncing a directory may need the descriptor of one file in it, so the first file of each directory stays open,
+    // for a limited number of directories. All other files are closed here.
     std::lock_guard lock(mutex_);
     Uses& there = directories_[*done.directory];
     kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);

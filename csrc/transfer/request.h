@@ -129,22 +129,22 @@ class Request : public std::enable_shared_from_this<Request> {
   // The truncation of a file, as a member of the order of writes.
   class Cut;
 
-  // The operations on one file. A Use is in uses_ while the file has unfinished transfers, then in ready_ under its
-  // lane. It ends when a helper (or the caller) has settled it, which means that the operations have run, or, if the
-  // file's name must be made durable, when the directory is synced.
+  // The operations on one file. A Use is in uses_ while the file has unfinished transfers, and then in ready_ under its
+  // lane. There a helper (or the caller) settles it: takes it and runs the operations on the file. If the file's name
+  // must be made durable, the Use then waits in directories_ until the directory is synced.
   struct Use {
     std::shared_ptr<File> file;
     std::shared_ptr<Lane> lane;
     File::Lease lease = {};
-    std::shared_ptr<OrderedWrite> cut = nullptr;  // the truncation
+    std::shared_ptr<OrderedWrite> cut = nullptr;  // the truncation, if the file is truncated
     uint64_t begin = UINT64_MAX;                  // the lowest file offset of the transfers
     uint64_t nbytes = 0;                          // of all transfers
     uint64_t moved_nbytes = 0;
     size_t index = SIZE_MAX;  // the lowest position of a transfer in the call
-    size_t to_come = 1;       // events to wait for: the end of each transfer, the turn of the cut, the seal
+    size_t to_come = 1;       // events to wait for: the end of each transfer, the turn of the truncation, the seal
     bool sealed = false;      // no further transfer will be added
     bool failed = false;
-    std::shared_ptr<Lane> counted_in = nullptr;  // the lane in which this use is outstanding, once it is ready
+    std::shared_ptr<Lane> counted_in = nullptr;  // once the use is ready: where it counts as outstanding
   };
 
   using Uses = std::vector<std::unique_ptr<Use>>;
@@ -162,7 +162,8 @@ class Request : public std::enable_shared_from_this<Request> {
   };
 
   bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
-  // Whether several helpers settle files in parallel, because syncing and truncating take long. Requires mutex_.
+  // Whether several helpers settle the files in parallel. They do so if files are synced or truncated, which takes
+  // long. Requires mutex_.
   bool side_by_side() const { return options_.sync || cuts_any_; }
   Use& use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane);
 
@@ -177,8 +178,8 @@ class Request : public std::enable_shared_from_this<Request> {
   // list, or announce the end of the request if nothing is open any more.
   template <typename Change>
   void change(Change change);
-  // Move a use to ready_, after all its events have occurred, and add a job that settles it if none will. Requires
-  // mutex_.
+  // Move a use to ready_, after all its events have occurred. Add a job that settles it, unless an earlier job or the
+  // caller's thread will do so. Requires mutex_.
   void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);
   // A job that runs `action`. The request is not done before the job has ended. Requires mutex_.
   Job job_of(std::shared_ptr<Lane> lane, std::function<void()> action);
@@ -203,7 +204,7 @@ class Request : public std::enable_shared_from_this<Request> {
   std::condition_variable finished_;
   std::shared_ptr<Scheduler> scheduler_;
   bool sealed_ = false;
-  bool by_caller_ = false;  // the caller settles ready files, not helpers
+  bool by_caller_ = false;  // the caller's thread settles ready files, in place of helpers
   bool cuts_any_ = false;
   // The number of unfinished parts: the seal, transfers, uses, jobs, and the caller's settling. At zero, jobs are added
   // that sync the directories_; if there are none, the request is done.

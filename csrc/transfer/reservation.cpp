@@ -5,7 +5,8 @@
 namespace tensorferry {
 namespace {
 
-// For buffered writes the kernel reserves space itself, and files up to this size are not worth two system calls.
+// Ranges up to this size are not reserved, because the reservation's two system calls would cost more than it saves.
+// For buffered writes nothing is reserved, because the kernel itself reserves their space.
 constexpr uint64_t max_unreserved_nbytes = uint64_t{64} << 10;
 
 }  // namespace

@@ -45,8 +45,8 @@ Scheduler::~Scheduler() {
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
 Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
-  // An idle lane admits a request of any size, because a request with more transfers than the limit could never start
-  // otherwise.
+  // A lane without outstanding transfers admits any number at once. Otherwise a request with more transfers than the
+  // limit could never start.
   const auto has_room = [](const Places& wanted) {
     const size_t outstanding = wanted.lane->outstanding_;
     return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
@@ -119,8 +119,9 @@ std::vector<bool> Scheduler::enter_order(Request& request, const Transfers& tran
     if (auto cut = request.next_cut(*file)) order.push_back(std::move(cut));
   }
   auto may_begin = WriteOrder::enter(order);
+  // This truncates nothing yet: the truncation also waits until the file is sealed.
   for (size_t index = transfers.size(); index < order.size(); ++index) {
-    if (may_begin[index]) order[index]->turn_has_come();  // the file is not sealed yet, so it is not truncated yet
+    if (may_begin[index]) order[index]->turn_has_come();
   }
   return may_begin;
 }
@@ -177,8 +178,8 @@ bool Scheduler::close() {
     progress_.wait(lock, [&] { return state_ != State::closing; });
     return state_ == State::closed;
   }
-  // Something hangs in the kernel. The threads own the scheduler and end when everything has completed, or with the
-  // process.
+  // If something is still outstanding, it hangs in the kernel. The threads are then left behind: they own the
+  // scheduler, and end when everything has completed, or with the process.
   const bool hung = !is_idle();
   state_ = hung ? State::abandoned : State::closing;
   progress_.notify_all();  // wakes callers that wait for admission
@@ -215,7 +216,7 @@ void Scheduler::end_transfer(const std::shared_ptr<Transfer>& transfer) {
   });
 }
 
-// The joined transfer keeps its turn in the order of writes meanwhile, and counts as outstanding.
+// Meanwhile the joined transfer stays in the WriteOrder, so overlapping writes wait, and it counts as outstanding.
 void Scheduler::move_singly(Transfer& joined) {
   const TransferSpec& spec = joined.spec();
   const auto request = joined.request().shared_from_this();
@@ -355,11 +356,12 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
     taken.step = transfer->prepare(taken.block, nullptr, statistics_);
     if (taken.step == Step::wait_for_memory || (only_cached && !move_cached(taken))) {
       taken.block.transfer.reset();
-      transfer->rewind();  // the caller submits the transfer: a worker can wait for memory or for the device
+      // The caller will submit the transfer, because a worker can wait for memory or for the device.
+      transfer->rewind();
       for (const auto& write : order) WriteOrder::leave(*write);
       return false;
     }
-    (void)transfer->count_down();  // counts down the block; the cursor still keeps the transfer going
+    (void)transfer->count_down();  // for the block; the cursor's reference still keeps the transfer from ending
   }
   request.leave_to_caller();
   request.add({transfer});
@@ -423,7 +425,7 @@ void Scheduler::run_to_end(WorkBlock& block, Step step) {
   block.bounce.reset();
 }
 
-// The calling thread helps the workers, because several threads copy out of the page cache faster than one.
+// The calling thread helps the workers, because several threads copy from the page cache faster than one does.
 bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout) {
   if (!transfer->is_shared()) return true;
   const auto deadline = std::chrono::steady_clock::now() + timeout;

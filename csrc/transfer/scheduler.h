@@ -39,7 +39,7 @@ struct SchedulerOptions {
   std::string engine;  // empty: the first that works
   uint64_t block_nbytes = uint64_t{1} << 20;
   uint64_t large_block_nbytes = uint64_t{1} << 20;  // for large requests: see block_nbytes_for()
-  uint32_t queue_depth = 128;                       // of each worker's engine, in blocks
+  uint32_t queue_depth = 128;                       // of each worker's engine: blocks that it may have at the same time
   uint32_t worker_count = 1;                        // of each queue
   bool single_submit = false;                       // one system call for each block
   uint32_t copier_count = default_copier_count();   // threads for each device that copy concurrently with its workers
@@ -109,7 +109,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Wait until an outstanding transfer ends; false on timeout. Returns true at once if none is outstanding.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
-  // The lane of a device (File::device()); at the limit of lanes, another device's.
+  // The lane of a device (File::device()); at the limit of lanes, that of another device, which the two then share.
   std::shared_ptr<Lane> lane_of(uint64_t device) { return lanes_.of(device); }
   size_t lane_count() const { return lanes_.count(); }
 
@@ -146,8 +146,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // completed. Called for a write once it no longer has to wait for an overlapping one.
   void line_up(const std::shared_ptr<Transfer>& transfer);
 
-  // Copy cached blocks of a submitted transfer on this thread. Returns true when no block is left to take, false on
-  // timeout.
+  // Help the workers with a submitted transfer: if it only copies cached data, take blocks of it and copy them on this
+  // thread. Returns true when no block is left to take, false on timeout.
   bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
 
   // The ids of requests that finished since the last call, and the ids that were passed to let_go() since then.
@@ -171,7 +171,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return lanes_.help_to_copy(std::move(job)); }
 
-  // Count work of a lane that close() must wait for (a transfer or anything else) as outstanding, or as ended.
+  // one_more() counts work of a lane (a transfer or other work) as outstanding, so close() waits for it. one_less()
+  // counts it as ended.
   void one_more(Lane& lane);
   void one_less(Lane& lane);
 
@@ -191,7 +192,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   using Transfers = std::vector<std::shared_ptr<Transfer>>;
   explicit Scheduler(const SchedulerOptions& options);
 
-  void end_if_abandoned();  // requires mutex_: frees threads that were left behind once their work has ended
+  void end_if_abandoned();  // requires mutex_: once all work has ended, let the threads that were left behind end
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // requires mutex_
 
   bool move_cached(Inline& taken);

@@ -61,7 +61,7 @@ class Segments {
   const Piece& operator[](size_t index) const { return pieces_[index]; }
 
   // The gates of the GPU memory among the segments: points in the GPUs' work (cuda::Gate). All of them must have passed
-  // before a byte is moved.
+  // before a byte is moved, because until then the GPUs may still be writing or reading this memory.
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return gates_; }
 
   // The part of a segment from the byte at `position` to the segment's end.

@@ -14,7 +14,7 @@
 namespace tensorferry {
 namespace {
 
-// A job starts at this size, because less is not worth waking a thread.
+// A job starts when this many bytes or segments wait to be copied, because fewer are not worth waking a thread.
 constexpr uint64_t min_job_nbytes = uint64_t{256} << 10;
 constexpr size_t min_job_sources = 256;
 
@@ -180,8 +180,8 @@ bool Stream::wait_until_ended(std::chrono::milliseconds timeout) {
   return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !at_work_; });
 }
 
-// A posted job that still waits for a thread is not waited for, because hanging jobs may occupy all threads. The posted
-// job will find nothing to do.
+// This does not wait for a posted job that has no thread yet, because hanging jobs may occupy all threads. When that
+// job gets a thread, it finds `stopping_` set and does nothing.
 bool Stream::abort(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   closed_ = stopping_ = true;
@@ -269,7 +269,7 @@ bool Stream::place_sources() {
     const bool full = filling_ && filling_->end == buffer_nbytes_;
     if (full && source->nbytes > 0) {
       filled_.push_back(std::move(filling_));
-      if (any) break;  // watch the copies into the full buffer first
+      if (any) break;  // return to watch the copies into the full buffer first
     }
     if (!filling_ && !take_buffer()) break;
     Buffer& buffer = *filling_;
@@ -362,8 +362,8 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
     return false;
   }
   Buffer& buffer = *filling_;
-  // Register the memory, because the copy is slower otherwise. A failure does not matter: another stream may be
-  // registering it.
+  // Register the memory with CUDA, because the copy is slower otherwise. A failure does not matter: for example,
+  // another stream may just have registered the same allocation.
   if (!buffer.memory.allocation->registered()) (void)buffer.memory.allocation->register_with(gpu);
   cuda::leave_captures_alone();
   auto event = (*copier)->start(cuda::Direction::from_gpu, buffer.memory.data + buffer.end,
@@ -404,7 +404,7 @@ void Stream::watch_copies() {
   }
 }
 
-// Copy and sum the placed parts in order, and submit a full buffer.
+// Copy the placed parts in order, include them in the CRC-32s, and submit a full buffer.
 bool Stream::copy() {
   {
     std::lock_guard lock(mutex_);
@@ -508,7 +508,8 @@ void Stream::fill_in(Made& made) const {
   }
 }
 
-// Reserving space may block on the drive, so abort() does not wait for it (handing_over_).
+// hand_over() reserves space, which may block on the drive. abort() need not wait for that (handing_over_), because no
+// appended memory is read there.
 void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   {
     std::unique_lock lock(mutex_);

@@ -1,14 +1,15 @@
 // A file that is written in order, from memory that is appended bit by bit, with bounded memory in flight.
 //
-// Each appended piece of memory is a segment. Segments are copied into buffers, one after the other, and then released.
-// Full buffers are written while the next ones are filled. CRC-32s of segments, and of chunks (parts of the file that
-// have equal lengths), are computed during the copy. Since bytes are copied in order, a segment may contain the CRC-32s
-// of earlier segments (Made), as the headers and directories of archives do.
+// Each appended piece of memory is a segment. Segments are copied into buffers, one after the other; once a segment is
+// copied, the stream no longer needs its memory. Full buffers are written while the next ones are filled. CRC-32s of
+// segments, and of chunks (parts of the file that have equal lengths), are computed during the copy. Since bytes are
+// copied in order, a segment may contain the CRC-32s of earlier segments (Made), as the headers and directories of
+// archives do.
 //
-// A stream has no thread. Whenever there is something to do (memory was appended, a buffer was written, a GPU's copy
-// has completed), a job is posted to a helper thread of the device's lane. A stream has one job at a time, and the job
-// does not wait for writes. Jobs of streams have separate threads in the lane, so the copying does not wait behind the
-// closing and syncing of files.
+// A stream has no thread. Whenever there is something to do (memory was appended, a buffer was written, a copy from a
+// GPU has completed), a job is posted to a helper thread of the lane, which has the queue and the threads for files of
+// one device (lane.h). A stream has one job at a time, and the job does not wait for writes. Jobs of streams have
+// separate threads in the lane, so the copying does not wait behind the closing and syncing of files.
 #pragma once
 
 #include <chrono>
@@ -50,7 +51,7 @@ struct Made {
       folded,   // 20 decimal digits: many CRC-32s combined to one number of 64 bits by `fold`
     };
     Kind kind;
-    uint64_t position;     // in `bytes`
+    uint64_t position;     // of the field, in `bytes`
     uint64_t segment = 0;  // for `segment`: its index
     uint64_t begin = 0;    // for `own`: this and nbytes are the range in `bytes`
     uint64_t nbytes = 0;
@@ -92,8 +93,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options);
 
-  // One place in the stream's lane. The caller must admit it (Scheduler::admit) before each begin_job() and each end():
-  // these calls take the place over and release it.
+  // One place in the stream's lane, for Scheduler::admit(). Before each begin_job() and each end() the caller must have
+  // this place admitted, so the scheduler cannot be closed in between. These calls take the place over and release it.
   std::vector<Scheduler::Places> place() const { return {{lane_, 1}}; }
 
   // Append memory as the next segment; with a `gate`, it is GPU memory. The memory must stay unchanged until
@@ -120,15 +121,16 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // if the stream had ended before.
   bool end(const RequestOptions& options);
 
-  // Wait until at most `nbytes` of the appended bytes are not yet copied (and not too many segments), or the stream has
-  // a fault or was aborted. Returns false on timeout.
+  // Wait until at most `nbytes` of the appended bytes are still to be copied, and not too many segments; or until the
+  // stream has a fault or was aborted. Returns false on timeout.
   bool wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds timeout);
   // Wait until everything has been written, or the stream has a fault or was aborted, and until no buffer is being
   // written and no job is running. Returns false on timeout.
   bool wait_until_ended(std::chrono::milliseconds timeout);
 
-  // Stop copying, and wait until no appended memory is being read. All appended memory is then released. Returns false
-  // on timeout. Does not wait for buffers that are being written.
+  // Stop copying, and wait until no appended memory is being read. The caller may then free all appended memory.
+  // Returns false on timeout. This does not wait for buffers that are being written, because they have their own
+  // memory.
   bool abort(std::chrono::milliseconds timeout);
 
   // After an abort() that timed out: pass `id` to Scheduler::let_go() as soon as no appended memory is being read.
@@ -166,7 +168,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     uint64_t nbytes;
     const char* memory = nullptr;  // null: the bytes are in GPU memory or in `made`
     std::shared_ptr<Made> made = nullptr;
-    uint64_t made_begin = 0;  // of the part, in `made`
+    uint64_t made_begin = 0;  // where the part begins, in the bytes of `made`
     bool of_gpu = false;
     bool ends_segment = false;
   };
@@ -184,7 +186,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     uint64_t offset = 0;     // file offset of the byte at `begin`
     std::deque<Part> parts;  // not yet copied, or not yet included in the CRC-32s
     size_t open_copies = 0;  // watched copies from GPUs that have not completed; guarded by mutex_
-    // The last queued copy of each GPU, until watch_copies() passes it to the watcher.
+    // For each GPU, the event behind the last copy that was queued, until watch_copies() passes it to the watcher.
     std::map<cuda::Gpu*, cuda::Event> copies = {};
   };
 
@@ -246,7 +248,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::shared_ptr<Buffer> filling_;
   std::deque<std::shared_ptr<Buffer>> filled_;
   uint64_t position_;             // file offset of the next byte to be placed
-  RunningCrc32 chunk_, segment_;  // of the present chunk and segment
+  RunningCrc32 chunk_, segment_;  // of the bytes so far of the present chunk and segment
   std::vector<uint32_t> chunk_crcs_, segment_crcs_;
   cuda::Copiers copiers_;
 };

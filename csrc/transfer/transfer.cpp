@@ -25,10 +25,12 @@ constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
 // busy.
 constexpr uint64_t staged_blocks = 16;
 
-// The maximum size of a block with checksums, whatever the block size: a worker may be computing them.
+// The maximum size of a block with checksums, even if other blocks are larger: if a worker computes them, it submits no
+// other block meanwhile.
 constexpr uint64_t max_summed_block_nbytes = uint64_t{4} << 20;
 
-// Shorter pieces are touched as they are written to, because another thread would cost more.
+// Shorter pieces are not touched in advance. The read itself adds their pages, which costs less than to wake another
+// thread for them.
 constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 
 // How much memory one check for missing pages covers, which is one mincore() call (memory/first_touch.h).
@@ -94,7 +96,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   if (!spec.write && file.first_reads()) {
-    // A distant server is kept busy by many requests rather than by long ones.
+    // Large blocks do not help here: a distant server is kept busy by many reads rather than by long ones.
     block_nbytes = std::min(block_nbytes, request->scheduler()->options().block_nbytes);
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
@@ -130,7 +132,8 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
     if (whole) residency_ = Residency::whole;
     return false;
   }
-  // If no buffered descriptor can be opened (a limit), read from the drive, which has the cached data as well.
+  // If no buffered descriptor can be opened (a limit), plan direct reads. They return the same data, because the kernel
+  // writes changed pages back before a direct read.
   if (!file.buffered_descriptor()) return true;
   residency_ = whole ? Residency::whole : Residency::partial;
   return !whole;
@@ -361,12 +364,11 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
 
   if (result == 0) return fail(block, 0, true);
-  // Less was moved than cuFile can resume from.
+  // cuFile can resume only at a multiple of its alignment, and has moved fewer bytes than that.
   if (advanced == 0) {
     const auto size = spec_.file->size();
     const bool ends = size && *size && **size < block.offset + block.nbytes;
-    return try_again(block, statistics, ends ? 0 : EIO,
-                     "cuFile moved " + std::to_string(result) + " bytes and no more");
+    return try_again(block, statistics, ends ? 0 : EIO, "cuFile moved only " + std::to_string(result) + " bytes");
   }
   block.attempts = 0;
   statistics.resumed_blocks.fetch_add(1, std::memory_order_relaxed);
@@ -434,7 +436,7 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
   const PlannedBlock& planned = block.planned;
   char* const buffer = block.bounce ? block.bounce.data() + padding(block) : nullptr;
   if (spec_.write || !spec_.checksums) {
-    // In small steps, so the checksum finds the copied bytes in the processor's cache.
+    // Copy in small steps: the CRC-32 of a step is computed while its bytes are still in the processor's cache.
     std::optional<Checksums::Block> sums;
     if (spec_.checksums) sums.emplace(*spec_.checksums, planned.begin);
     spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
@@ -492,7 +494,7 @@ Result<cuda::Event> Transfer::start_copy(WorkBlock& block, cuda::Copier& copier)
     if (piece.gate != block.gate || !last) return;
     auto next = copier.start(direction, block.bounce.data() + padding(block) + (piece.begin - block.planned.begin),
                              reinterpret_cast<cuda::Address>(piece.memory), piece.nbytes);
-    if (!next && queued) (void)(*last).wait();  // earlier copies still use the buffer
+    if (!next && queued) (void)(*last).wait();  // the earlier copies still use the buffer
     last = std::move(next);
     queued = true;
   });
@@ -558,7 +560,8 @@ void Transfer::record(Fault fault) {
 }
 
 Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
-  // Bytes that must be verified, or that are still to be copied to a GPU, are not delivered.
+  // Bytes of this block that must still be verified, or copied to a GPU, have not reached their destination, so they do
+  // not count as moved.
   const bool delivered = spec_.write || !(block.of_gpu || verified());
   const uint64_t progress = delivered ? user_progress(block) : 0;
   if (progress > 0 && !spec_.write && block.bounce) scatter(block, progress);

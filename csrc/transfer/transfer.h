@@ -1,9 +1,10 @@
 // One transfer: it moves a contiguous range of one file from or to segments of memory.
 //
 // Blocks are taken from the transfer in order of offset. Each block goes through the steps of `Step`, one at a time:
-// the thread that drives the block (a worker, the caller, a helper) does what the step requires, calls the step's
-// function, and gets the next step. This code does not depend on which engine has moved a block, or whether a thread
-// has moved it without an engine. After the last block the request continues: see request.h.
+// the thread that drives the block does what the step requires, calls the step's function, and gets the next step. This
+// thread is a worker, which owns an engine (worker.h), the caller of a blocking call, or a helper, which runs
+// operations that may block (helpers.h). This code does not depend on which engine has moved a block, or whether a
+// thread has moved it without an engine. After the last block the request continues: see request.h.
 #pragma once
 
 #include <atomic>
@@ -39,7 +40,8 @@ struct TransferSpec {
   std::shared_ptr<Checksums> checksums = nullptr;  // may be null; no other transfer uses them
   File::Lease lease = {};                          // keeps the file open; if empty, create() acquires one
   std::shared_ptr<Lane> lane = nullptr;            // of the file's device; if null, create() looks it up
-  // For a transfer of several joined items: the position of each segment's item in the call, or gap_position for a gap.
+  // For a transfer that moves several joined items (items.h): for each segment, the position of its item in the call,
+  // or gap_position if the segment is a gap.
   std::vector<size_t> positions = {};
 };
 
@@ -64,16 +66,16 @@ struct WorkBlock : Block {
   PlannedBlock planned{};
   BounceBuffer bounce;
   uint64_t moved = 0;     // bytes that the kernel has moved so far
-  uint32_t attempts = 0;  // since the block last moved bytes
+  uint32_t attempts = 0;  // attempts since the block last moved bytes
   uint32_t station = 0;   // the number of completed steps
-  uint32_t gate = 0;      // index, in gates(), of the GPU whose memory is copied next
+  uint32_t gate = 0;      // index in gates(): the memory of this gate's GPU is copied next
   bool direct_descriptor = false;
   bool resident = false;            // the page cache holds the whole block
-  Line::Class in = Line::normal;    // the class in which the block was taken
+  Line::Class in = Line::normal;    // the class of its request when the block was taken from the line
   cufile::Handle cufile = nullptr;  // set if cuFile moves the block, from or to GPU memory
   bool of_gpu = false;              // the bounce buffer is from the page-locked pool for GPU memory
   mutable std::string why = {};     // why the block failed, if the file's source has reported it
-  // Direct I/O is not possible for the rest of the block, so get_over() must open the buffered descriptor for it.
+  // Direct I/O is not possible for the rest of the block: get_over() must switch it to the buffered descriptor.
   bool refused = false;
   std::optional<Checksums::Block> sums;         // set if the CRC-32s were computed while the block was read
   std::chrono::steady_clock::time_point begun;  // for the latency
@@ -98,11 +100,12 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
     const uint64_t begin = plan_.skip(0);
     return begin < nbytes() && plan_.skip(begin + plan_.block_at(begin).nbytes) < nbytes();
   }
-  // Whether the transfer only copies cached data. In that case several threads may share the work.
+  // Whether the transfer only copies data that is already in host memory (in the page cache, or of a file in memory).
+  // In that case several threads may share the work.
   bool is_shared() const { return shared_ || residency_ == Residency::whole; }
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return spec_.memory.gates(); }
 
-  // The write no longer waits for an overlapping one (write_order.h): put it in line.
+  // Called when the write no longer has to wait for an overlapping one (write_order.h): puts the transfer in line.
   void turn_has_come() override;
 
   // Take the next block, if there is one. Sets `exhausted` if there will be no further one. Calls must be serialized.
@@ -129,12 +132,12 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   // descriptor.
   Step get_over(WorkBlock& block);
 
-  // Add pages to the block's memory. May take as long as zeroing the memory, and ten times as long on some virtual
-  // machines.
+  // Add pages to the block's memory. This may take as long as zeroing the memory takes, and on some virtual machines
+  // ten times as long.
   Step touch(WorkBlock& block, Statistics& statistics);
 
-  // Copy between the bounce buffer and host memory, and compute and verify CRC-32s. May take as long as copying a
-  // megabyte.
+  // Copy between the bounce buffer and host memory, and compute and verify CRC-32s. This may take as long as it takes
+  // to copy a megabyte.
   Step copy(WorkBlock& block, Statistics& statistics);
 
   // Copy between the bounce buffer and memory of the GPU gpu_of(block). Either call start_copy(), which queues the copy
@@ -157,9 +160,9 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   const std::optional<Fault>& fault() const { return fault_; }
 
-  // Whether the transfer moves several joined items. One of them must not fail because of another: if a joined transfer
-  // ends with a fault, each item is moved again by a separate transfer, and ended_singly() replaces the fault with
-  // the faults of these transfers, which are stored by position in the call.
+  // Whether the transfer moves several joined items. One item must not fail because of another. If a joined transfer
+  // ends with a fault, each of its items is therefore moved again by a separate transfer. ended_singly() then replaces
+  // the fault with the faults of these transfers, each stored under its item's position in the call.
   bool joined() const { return !spec_.positions.empty(); }
   const TransferSpec& spec() const { return spec_; }
   void ended_singly(std::map<size_t, Fault> faults, uint64_t moved_nbytes);
@@ -212,7 +215,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // set if the memory includes GPU memory
   Residency residency_ = Residency::none;
-  bool shared_ = false;            // the file is in memory: see is_shared()
+  bool shared_ = false;            // whether the file is in memory: see is_shared()
   uint64_t cursor_ = 0;            // the position of the next block
   std::atomic<uint64_t> open_{1};  // the references that count_down() counts
   std::atomic<uint64_t> moved_nbytes_{0};
@@ -221,7 +224,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   struct LookedAt {
     uint64_t begin = 0, end = 0;
     bool untouched = false;
-  } looked_at_;  // the last range of memory that was checked, and whether it lacks pages
+  } looked_at_;  // the last range of memory that was checked, and whether a page of it was missing
   std::optional<Fault> fault_;
   std::map<size_t, Fault> faults_of_items_;
 };

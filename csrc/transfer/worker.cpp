@@ -7,8 +7,9 @@
 namespace tensorferry {
 namespace {
 
-// Copying to and from bounce buffers must not let the drive run dry: after this many copied bytes, the prepared blocks
-// are submitted and free slots are filled. The same happens after settled_between_submits completions.
+// While a worker copies to and from bounce buffers, the drive must not run out of blocks. After this many copied bytes
+// the worker therefore submits the blocks that it has added to the engine, and takes further ones from the line. It
+// does the same after settled_between_submits completions.
 constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
 // The number of copied bytes after which blocks are submitted while the drive has enough blocks.
 constexpr uint64_t copy_while_moving_nbytes = uint64_t{2} << 20;
@@ -18,8 +19,8 @@ constexpr uint32_t settled_between_submits = 8;
 // stay in the processor's cache between the copy and the drive, and to leave some of the pool to other workers.
 constexpr uint64_t max_bounced_in_flight_nbytes = uint64_t{12} << 20;
 
-// The maximum of that limit for a distant server, whose latency the first reads have shown. It is used as far as the
-// latency requires it.
+// For a distant server that limit grows with the latency, which the first reads have shown (file/first_reads.h), up to
+// this maximum.
 constexpr uint64_t max_far_bounced_in_flight_nbytes = uint64_t{24} << 20;
 
 // While the engine has blocks of this many bytes, the drive does not wait for copies.
@@ -66,7 +67,8 @@ void Worker::run() {
 
 bool Worker::fill() {
   while (true) {
-    // Retry waiting blocks, best class first. If one must go on waiting, only better classes are taken from the line.
+    // Retry waiting blocks, in the order of their classes. If one must go on waiting, only blocks of classes before its
+    // own are taken from the line.
     auto limit = Line::class_count;
     WorkBlock* block = nullptr;
     for (const auto in : {Line::small, Line::normal, Line::background}) {
@@ -137,7 +139,8 @@ void Worker::go_on(WorkBlock& block, Step step) {
 void Worker::move(WorkBlock& block) {
   const bool first = block.moved == 0 && block.attempts == 0;
   if (first && block.resident && !engine_->has_threads()) {
-    // Cached data is copied on this thread, because the kernel would do the same inside the submission.
+    // Cached data is copied on this thread without the engine: in a submission, the kernel would copy it on this
+    // thread, too.
     scheduler_.statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
     block.result = block.transfer->move_here(block, &read_cached);
     if (block.result != -EAGAIN) {
@@ -155,8 +158,9 @@ void Worker::move(WorkBlock& block) {
   engine_->add(block);
 }
 
-// A reference for another thread that will return a block. That thread wakes the worker after it has returned the
-// block, when the worker may already have ended; the reference keeps the Worker alive until then.
+// A reference for another thread that will return a block. That thread first returns the block and then calls wake().
+// In between, the worker may take the block, finish it and end. The reference keeps the Worker object alive for the
+// call of wake().
 std::shared_ptr<Worker> Worker::own() { return std::static_pointer_cast<Worker>(shared_from_this()); }
 
 // Another thread touches the memory, so this one can keep the queue full. The block counts as in flight meanwhile,
@@ -182,7 +186,7 @@ void Worker::copy(WorkBlock& block) {
   go_on(block, block.transfer->copy(block, scheduler_.statistics_));
 }
 
-// Queue the copy on this worker's stream.
+// Queue the copy on a CUDA stream of this worker's copier. The watcher returns the block when the copy has completed.
 void Worker::copy_gpu(WorkBlock& block) {
   Transfer& transfer = *block.transfer;
   if (copiers_.empty()) cuda::leave_captures_alone();  // the capture mode belongs to the thread and applies to all GPUs
@@ -208,7 +212,7 @@ void Worker::come_back(WorkBlock& block, Step step) {
     first = returned_.empty();
     returned_.push_back({&block, step});
   }
-  if (first) wake();  // the worker takes all of them at once
+  if (first) wake();  // otherwise the worker is awake or about to wake, and takes all returned blocks at once
 }
 
 void Worker::take_returned() {
@@ -221,10 +225,10 @@ void Worker::take_returned() {
 }
 
 // Whether the block must wait until others complete. Not only the number of blocks in flight is limited, but also their
-// bytes, so a small request does not wait behind a full queue of large blocks. Blocks too small to matter never wait
-// here. Background blocks are counted separately, because otherwise they would wait forever for the others to leave
-// room: while other blocks are in flight, one background block may be in flight, however long it is, and otherwise
-// background blocks may use a part of the limit.
+// bytes, so a small request does not wait behind a full queue of large blocks. Small blocks never wait here. Background
+// blocks have a separate limit, because they would otherwise wait forever while other requests use up the common one.
+// While other blocks are in flight, one background block may be in flight, however long it is. While no other blocks
+// are in flight, background blocks may use a part of the limit (background_share).
 bool Worker::is_full_for(const WorkBlock& block) const {
   if (block.planned.io_nbytes <= small_block_nbytes) return false;
   const FirstReads* const first_reads = block.transfer->file()->first_reads();

@@ -1,6 +1,6 @@
-// A thread that owns one engine and keeps the engine's queue full of blocks, which it takes from its lane's line. The
-// thread blocks only in the engine: helper threads run every other step of a block that may block, and return the block
-// afterwards.
+// A thread that owns one engine and keeps the engine's queue full of blocks, which it takes from a line of transfers
+// (Queue in lane.h). The thread sleeps only in the engine. If another step of a block may block, a helper thread runs
+// the step and returns the block to the worker afterwards.
 #pragma once
 
 #include <algorithm>
@@ -53,11 +53,11 @@ class Worker final : public BounceWaiter {
   std::unique_ptr<Engine> engine_;
   std::vector<WorkBlock> blocks_;
   std::vector<WorkBlock*> free_;
-  // For each class (Line::Class), one block that was taken and waits for bounce memory or until other blocks complete.
-  // Blocks of better classes may pass it.
+  // For each class (Line::Class), one block that was taken from the line and waits for bounce memory or until other
+  // blocks complete. Blocks of classes before its own may pass it.
   std::array<WorkBlock*, Line::class_count> waiting_{};
   size_t in_flight_ = 0;
-  uint64_t in_flight_nbytes_ = 0;  // except background blocks
+  uint64_t in_flight_nbytes_ = 0;  // of all blocks but background ones
   uint64_t background_in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t moving_nbytes_ = 0;  // bytes of the blocks that the engine has

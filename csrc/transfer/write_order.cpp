@@ -11,8 +11,9 @@ namespace tensorferry {
 namespace {
 
 // The writes of one file: those in flight, which do not overlap, and the waiting ones in the order of submission. When
-// a write ends, the waiting ones begin in order, up to the first that overlaps a write in flight. Those behind it wait
-// even if they do not overlap any write; waiting writes are too rare for a closer look.
+// a write ends, the waiting ones begin in order, up to the first that overlaps a write in flight. The writes behind
+// that one wait, too, even if they overlap no write. It would be possible to let these begin, but writes wait too
+// rarely for that to matter.
 struct FileLine {
   std::map<uint64_t, uint64_t> under_way;  // begin -> end
   std::deque<std::shared_ptr<OrderedWrite>> waiting;
@@ -84,7 +85,7 @@ void WriteOrder::leave(const OrderedWrite& write) {
     }
     if (line.under_way.empty()) all.by_file.erase(found);
   }
-  // After the lock is released: this puts transfers in line, or settles files.
+  // This puts transfers in line, or settles files. It happens after the lock is released, because it takes other locks.
   for (const auto& one : next) one->turn_has_come();
 }
 

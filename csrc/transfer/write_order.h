@@ -1,11 +1,11 @@
 // Overlapping writes run one after the other, in the order of submission.
 //
-// This prevents lost data. The ragged edge of a write goes through the page cache, and the body of a write past it
-// (plan.h). If the edge of one write and the body of an overlapping one were in flight on the same page, the kernel
-// could write back the page with the edge's bytes and old bytes around them, over what the body has stored there.
-// Writes that do not overlap never share a page in this way, so they do not wait. Truncating a file counts as a write
-// to everything behind its new end: a truncation that ran late would cut off what a later write has stored there. The
-// order holds within the process, across all handles, files and threads.
+// Without this order data could be lost. The ragged edge of a write goes through the page cache, and the body of a
+// write past it (plan.h). If the edge of one write and the body of an overlapping one were in flight on the same page,
+// the kernel could write back the page with the edge's bytes and old bytes around them, over what the body has stored
+// there. Writes that do not overlap never share a page in this way, so they do not wait. Truncating a file counts as a
+// write to everything behind its new end: a truncation that ran late would cut off what a later write has stored there.
+// The order holds within the process, across all handles, files and threads.
 #pragma once
 
 #include <cstdint>
