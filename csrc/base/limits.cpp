@@ -24,7 +24,8 @@ File opened(const std::string& path) { return {std::fopen(path.c_str(), "re"), &
 std::optional<uint64_t> number_in(const std::string& path) {
   const File file = opened(path);
   unsigned long long number = 0;
-  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;  // "max": no limit
+  // In place of a number, the file of a limit has the word "max" if there is no limit.
+  if (!file || std::fscanf(file.get(), "%llu", &number) != 1) return std::nullopt;
   return number;
 }
 

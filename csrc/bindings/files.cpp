@@ -14,7 +14,8 @@ DirectMode direct_mode_of(const std::string& name) {
   return name == "always" ? DirectMode::always : DirectMode::never;
 }
 
-// Paths arrive as str with surrogate escapes or as bytes; the file system needs bytes.
+// Return the bytes of a path, which the file system needs. Bytes that are not valid text are surrogate escapes in the
+// str.
 std::string path_of(nb::handle path) {
   nb::object encoded = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
   if (!encoded.is_valid()) throw nb::python_error();

@@ -75,8 +75,8 @@ struct State {
 };
 
 State& state() {
-  // A forked child gets the parent's instance. It never uses cuFile through it, because the CUDA driver refuses the
-  // child before.
+  // A forked child gets the parent's instance, but never uses it: it would need a Gpu first, and cuda::driver() returns
+  // null in the child.
   static auto* instance = new State;
   return *instance;
 }

@@ -4,12 +4,13 @@
 // Each device in use has its own pool, so blocks of a device that hangs occupy no memory that other devices need. A
 // pool is one allocation, the arena, on huge pages. A buffer is a run of 16 KiB units of the arena, at the lowest
 // address where there is room. A light load therefore stays within memory that the processor's cache holds, and the
-// arena gets pages only for as many units as have ever been in use at the same time. A lane is what a scheduler keeps
-// for one device: the workers (threads that each drive an engine), helper threads, and a reference to the pool
-// (transfer/lane.h). The pool is created when a block of the device first needs it, shared by the lanes of all
-// schedulers for the device, and destroyed with its last user. The pool that was created last is kept even then, for
-// programs that use one device again and again. A worker that finds no room in the pool does not wait for it: it
-// registers to be woken, and continues with its blocks in flight.
+// arena gets pages only for as many units as have ever been in use at the same time.
+//
+// A lane is what a scheduler keeps for one device: the workers (threads that each drive an engine), helper threads, and
+// a reference to the pool (transfer/lane.h). The pool is created when a block of the device first needs it, shared by
+// the lanes of all schedulers for the device, and destroyed with its last user. The pool that was created last is kept
+// even then, for programs that use one device again and again. A worker that finds no room in the pool does not wait
+// for it: it registers to be woken, and continues with its blocks in flight.
 //
 // Blocks with GPU memory use separate pools, page-locked by CUDA, also one for each device.
 #pragma once

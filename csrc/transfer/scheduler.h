@@ -2,8 +2,9 @@
 //
 // A transfer is first admitted, which means that it is counted as outstanding in the lane of its device (lane.h).
 // close() waits for all outstanding transfers, and admits no further ones. A submitted transfer then gets in line in
-// its lane. A worker there with a free slot takes the block that is next in line. Blocks therefore spread over the
-// workers, and the last blocks of one request are in flight together with the first ones of the next.
+// its lane. Each worker of the lane takes the block that is next in line whenever its engine has room for another
+// block. Blocks therefore spread over the workers, and the last blocks of one request are in flight together with the
+// first ones of the next.
 #pragma once
 
 #include <algorithm>

@@ -173,7 +173,7 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.rows = spec_.memory.of_rows();
   input.cached = residency_ == Residency::whole;
   input.bounce_nbytes = BouncePool::process_pool_nbytes() / 8;
-  // The limit by the processor's cache does not apply to a source, because other costs dominate there.
+  // For a source, the processor's cache sets no limit, because the call of the source costs far more than the copy.
   if (!file.source()) input.bounce_nbytes = std::min<uint64_t>(input.bounce_nbytes, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
