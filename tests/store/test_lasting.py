@@ -438,6 +438,52 @@ def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
     assert len(list(path.glob("*.segment"))) == 3
 
 
+@pytest.mark.parametrize("name", [manifest.NAME, manifest.PREVIOUS_NAME])
+def test_commits_whose_manifest_cannot_be_read_now_keep_their_files(tmp_path, monkeypatch, name):
+    """Too many files are open, for example, or a symbolic link's target is not mounted."""
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        for number in (1, 2):
+            commit_number(store, number, keep_previous=True)
+    opens = manifest.open_untrusted
+
+    def refuses(file):
+        if file.endswith(name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "open_untrusted", refuses)
+        with pytest.raises(tensorferry.StorageError, match="Too many open files"):
+            TensorStore(path, temporary=False)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "not mounted" / name)
+    with pytest.raises(tensorferry.StorageError, match="No such file"):
+        TensorStore(path, temporary=False)
+    (path / name).unlink()
+    (tmp_path / "elsewhere").rename(path / name)
+    assert_has_commit(path, b"2")
+    assert_has_commit(path, b"1", previous=True)
+
+
+def test_the_first_commit_of_a_store_keeps_a_previous_one_that_cannot_be_read_now(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 1)
+
+    def refuses(_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        monkeypatch.setattr(manifest, "open_untrusted", refuses)
+        commit_number(store, 2, keep_previous=True)
+    monkeypatch.undo()
+    assert_has_commit(path, b"2")
+    assert_has_commit(path, b"1", previous=True)
+
+
 def test_a_kill_between_any_two_names_leaves_a_commit_and_the_one_before(tmp_path):
     """The names of manifests change one after the other."""
     renamed, removed = os.replace, pathlib.Path.unlink

@@ -97,10 +97,22 @@ def restore_previous(directory: str) -> None:
 
 
 def read_previous(directory: str) -> list[Manifest]:
-    """Return the manifest of the previous commit in a list, which is empty if it is missing or invalid."""
-    with contextlib.suppress(StorageError):
+    """Return the manifest of the previous commit in a list, which is empty if it is missing or invalid.
+
+    Raises
+    ------
+    StorageError
+        The manifest cannot be read now, for example because too many files are open. It may be valid, so the segments
+        that it may name must not be removed.
+    """
+    if manifests.PREVIOUS_NAME not in manifests.names_in(directory):
+        return []
+    try:
         return [manifests.read(os.fspath(Path(directory, manifests.PREVIOUS_NAME)))]
-    return []
+    except StorageError as error:
+        if error.errno is not None:
+            raise
+        return []
 
 
 def check(directories: Sequence[str]) -> list[Manifest]:

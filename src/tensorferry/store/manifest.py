@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from tensorferry.base.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
 from tensorferry.store.tensors import TensorInfo, checked_info, text_of
+from tensorferry.transfer.publication import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,12 +130,21 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the file names of the manifests in a directory: of the last commit, and of the previous one if kept."""
-    return [
-        name
-        for name in (NAME, PREVIOUS_NAME)
-        if os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118
-    ]
+    """Return the file names of the manifests in a directory: of the last commit, and of the previous one if kept.
+
+    Raises
+    ------
+    StorageError
+        It is unknown whether a manifest exists. The segments that it may name must not be removed then.
+    """
+    found = []
+    for name in (NAME, PREVIOUS_NAME):
+        path = os.path.join(directory, name)  # noqa: PTH118
+        context = storage_errors(path, "looking for the manifest of a store")
+        with context, contextlib.suppress(FileNotFoundError):
+            os.lstat(path)  # a symbolic link counts, even if its target is missing now
+            found.append(name)
+    return found
 
 
 def open_untrusted(path: str) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -697,7 +698,9 @@ class TensorStore(Owned):
         self._allocator.reclaim()
         if not self._has_committed:
             self._has_committed = True
-            remove_others(paths, self._run, read_previous(paths[0]))
+            # The commit has succeeded. The next store removes what remains.
+            with contextlib.suppress(StorageError):
+                remove_others(paths, self._run, read_previous(paths[0]))
 
     def _sync(self, segments: Sequence[Segment]) -> None:
         """Make segments durable. A segment with a failed sync becomes read-only, because later syncs may fail, too."""
