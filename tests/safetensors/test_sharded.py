@@ -84,6 +84,22 @@ def test_a_model_that_fits_one_file_has_no_index(directory: pathlib.Path) -> Non
     assert loaded(directory / "empty") == {}
 
 
+@pytest.mark.parametrize(
+    "view",
+    [torch.t, torch.conj, lambda whole: whole[:1], lambda whole: whole.view(torch.float64)],
+    ids=["transposed", "conjugated", "a part", "of another dtype"],
+)
+def test_other_views_of_a_saved_tensor_are_refused_and_not_lost(
+    directory: pathlib.Path, view: Any
+) -> None:
+    whole = torch.arange(4.0).view(2, 2) * (1 + 2j)
+    with pytest.raises(RuntimeError, match="different views"):
+        save_sharded({"a": whole, "b": view(whole)}, directory)
+    assert files_of(directory) == set()
+    save_sharded({"a": whole, "b": view(whole).clone()}, directory)
+    assert torch.equal(loaded(directory)["b"], view(whole))
+
+
 def test_tied_weights_are_saved_once(directory: pathlib.Path) -> None:
     save_sharded(Tied(strided=True).state_dict(), directory)
     with safetensors.safe_open(directory / "model.safetensors", "pt") as file:

@@ -278,17 +278,31 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[T
 
 
 def without_duplicates(
-    state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+    state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, equal: bool = False
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | None]:
     """Keep one of each set of tensors in the same memory, and remove the others.
 
     Return the state without the removed tensors, and metadata that map the names of these to the names of the tensors
-    that were kept.
+        if equal and _view_of(state[name]) != _view_of(state[kept]):
+            raise RuntimeError(
+                f"{name!r} and {kept!r} are different views of the same memory, of which only one would be saved "
+                f"(remedy: pass a copy, {name!r}: tensor.clone())"
+            )
+    that were kept. With ``equal``, a tensor that is removed must have the values of the one that is kept: whoever loads
+    the file gets these for its name.
 
     Raises
     ------
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the properties by which two tensors that begin at the same address have the same values."""
+    strides = [
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
+    return tensor.dtype, tensor.shape, strides, tensor.is_conj(), tensor.is_neg()
+
+
     RuntimeError
-        Tensors share memory, and none of them covers all of it.
+        Tensors share memory, and none of them covers all of it; or ``equal`` is true, and their values differ.
     """
     state = dict(state)
     for name, kept in aliases(state).items():

@@ -94,7 +94,8 @@ def save_sharded(
     ValueError
         The argument is not a dict of tensors, or the size is invalid.
     RuntimeError
-        Tensors share memory, and none of them covers all of it.
+        Tensors share memory, and none of them covers all of it; or they are different views of it, such as a matrix and
+        its transpose.
     SafetensorError, StorageError, OSError
         As for :func:`tensorferry.safetensors.saving.save_file`. The old model remains.
 
@@ -109,7 +110,7 @@ def save_sharded(
     checked_metadata(metadata)
     own = {"format": "pt" if _is_torch_state(state) else "np", **(metadata or {})}
     if _is_torch_state(state):
-        state, own = without_duplicates(state, own)  # type: ignore[assignment]
+        state, own = without_duplicates(state, own, equal=True)  # type: ignore[assignment]
     shards = split(entries_of(state, contiguous=False), limit)
     with Model(directory, sync=sync) as model:
         model.check_count(len(shards))
