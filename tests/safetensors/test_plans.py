@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import tensorferry
-from tensorferry.safetensors import checksums, plans
+from tensorferry.safetensors import checksums, plans, safe_open
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
 from tensorferry.transfer import pipeline
@@ -505,6 +505,22 @@ def _bytes_from_the_drive(path: Path) -> int:
 def _drive_nbytes() -> int:
     with open("/proc/self/io") as file:
         return int(dict(line.split(": ") for line in file)["read_bytes"])
+
+
+def test_half_bytes_are_divided_among_ranks_without_loss(directory: Path) -> None:
+    """torch packs two elements of F4 in one, and a plan's indices count torch's elements."""
+    path = written(directory / "f4", {"x": ("F4", [4, 8], bytes(range(16)))})
+    for dim in (0, 1):
+        plans_of_ranks = [tensor_parallel_plan(path, {"x": dim}, rank, 2) for rank in range(2)]
+        found = [dict(load_files(path, plan))["x"].view(torch.uint8) for plan in plans_of_ranks]
+        assert torch.cat(found, dim).reshape(-1).tolist() == list(range(16))
+    with safe_open(path, "pt") as file:
+        part = file.get_slice("x")
+        half = part.get_shape()[1] // 2
+        found = [part[:, :half].view(torch.uint8), part[:, half:].view(torch.uint8)]
+    assert torch.cat(found, 1).reshape(-1).tolist() == list(range(16))
+    with pytest.raises(SafetensorError, match=r"'x'.*cannot be divided among 8"):
+        tensor_parallel_plan(path, {"x": 1}, 0, 8)
 
 
 def test_plans_of_ranks_are_checked(directory: Path) -> None:

@@ -17,6 +17,7 @@ from tensorferry.base.ranges import (
 )
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of
+from tensorferry.safetensors.dtypes import torch_shape
 from tensorferry.safetensors.loading import (
     PendingLoad,
     SourceFile,
@@ -244,8 +245,9 @@ class PySafeSlice:
         self._framework = framework
 
     def get_shape(self) -> list[int]:
-        """Return the tensor's shape in the header."""
-        return list(self._tensor.shape)
+        """Return the shape to which an index applies: that in the header, where torch's F4 counts pairs of elements."""
+        tensor = self._tensor
+        return list(torch_shape(tensor.dtype, tensor.shape, self._source.path, tensor.name))
 
     def get_dtype(self) -> str:
         """Return the format's name of the tensor's dtype."""

@@ -30,6 +30,7 @@ from tensorferry import _core
 from tensorferry.base.checks import checked_nbytes, is_url
 from tensorferry.base.ranges import runs, strides_of
 from tensorferry.safetensors import checksums
+from tensorferry.safetensors.dtypes import torch_shape
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of
 from tensorferry.safetensors.loading import gap
@@ -248,7 +249,7 @@ def tensor_parallel_plan(
         raise ValueError(f"rank: {rank} is not one of the {world} ranks")
     plan: dict[str, Any] = {}
     for name, one in stored_tensors(files).items():
-        shape = one.tensor.shape
+        shape = torch_shape(one.tensor.dtype, one.tensor.shape, one.path, name)
         dim = next((rules[rule] for rule in rules if fnmatchcase(name, rule)), None)
         if dim is None:
             plan[name] = None
