@@ -129,9 +129,10 @@ def open_stored(
         extents = [
             Extent(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
         ]
-        version = versions[name] = TensorVersion(stored.info, allocator.adopt(extents), None)
-        version.chunks = stored.chunks
-        version.chunk_nbytes = manifest.chunk_nbytes
+        pieces = allocator.adopt(extents)
+        versions[name] = TensorVersion(
+            stored.info, pieces, None, stored.chunks, manifest.chunk_nbytes
+        )
     return manifest.record, versions
 
 

@@ -51,9 +51,15 @@ def write_temporary(directory: str, data: bytes, run: str, *, sync: bool) -> Pat
 
 def replace(temporary: Path, name: str) -> None:
     """Rename a temporary file to its final name, which replaces an existing file."""
-    path = temporary.with_name(name)
-    with _error_context("writing", path), publication.remove_on_error(temporary):
-        publication.rename(temporary, path)
+    with publication.remove_on_error(temporary):
+        rename(temporary, name)
+
+
+def rename(path: Path, name: str, *, missing_ok: bool = False) -> None:
+    """Rename a file within its directory, which replaces an existing file."""
+    ignored = [FileNotFoundError] if missing_ok else []
+    with _error_context("writing", path.with_name(name)), contextlib.suppress(*ignored):
+        publication.rename(path, path.with_name(name))
 
 
 def sync_directory(directory: str) -> None:
@@ -69,31 +75,12 @@ def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:
         write_file(directory, f"tensorferry-{run}.part", data, run, sync=sync)
 
 
-def move_to_previous(directory: str) -> None:
-    """Rename the manifest of the last commit to ``PREVIOUS_NAME``, which makes that commit the previous one."""
-    with (
-        _error_context("writing", Path(directory, manifests.PREVIOUS_NAME)),
-        contextlib.suppress(FileNotFoundError),
-    ):
-        publication.rename(
-            Path(directory, manifests.NAME), Path(directory, manifests.PREVIOUS_NAME)
-        )
-
-
 def remove(directory: str, name: str, *, sync: bool) -> None:
     """Remove a file, if it exists."""
     with _error_context("removing", Path(directory, name)):
         Path(directory, name).unlink(missing_ok=True)
     if sync:
         sync_directory(directory)
-
-
-def restore_previous(directory: str) -> None:
-    """Rename the manifest of the previous commit back, which makes it the last commit again."""
-    with _error_context("writing", Path(directory, manifests.NAME)):
-        publication.rename(
-            Path(directory, manifests.PREVIOUS_NAME), Path(directory, manifests.NAME)
-        )
 
 
 def read_previous(directory: str) -> list[Manifest]:

@@ -26,7 +26,7 @@ import zlib
 from array import array as numbers
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from tensorferry.base.checks import MAX_FILE_NBYTES
+from tensorferry.base.checks import MAX_FILE_NBYTES, integer
 from tensorferry.errors import StorageError
 from tensorferry.store.tensors import TensorInfo, checked_info, text_of
 from tensorferry.transfer.publication import storage_errors
@@ -209,7 +209,10 @@ def from_bytes(data: bytes) -> Manifest:
         raise ValueError(
             "it is incomplete or damaged (likely cause: a power cut after a commit without sync=True)"
         )
-    return _validate(_json(body, "body"))
+    try:
+        return _validate(_json(body, "body"))
+    except TypeError as error:  # from integer()
+        raise ValueError(str(error)) from None
 
 
 def _validate(body: Any) -> Manifest:
@@ -218,8 +221,8 @@ def _validate(body: Any) -> Manifest:
     run = body.get("run")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run, re.ASCII):
         raise ValueError(f"run {run!r} is invalid")
-    count = _integer(body.get("directories"), 1, _MAX_DIRECTORIES, "directories")
-    chunk = _integer(body.get("chunk_nbytes"), 4096, 4 << 20, "chunk_nbytes")
+    count = integer(body.get("directories"), "directories", 1, _MAX_DIRECTORIES)
+    chunk = integer(body.get("chunk_nbytes"), "chunk_nbytes", 4096, 4 << 20)
     segments = [_segment(one, count) for one in _list(body.get("segments"), 3, "segments")]
     if len(segments) > _MAX_SEGMENTS:
         raise ValueError(f"it has {len(segments)} segments")
@@ -230,17 +233,17 @@ def _validate(body: Any) -> Manifest:
             raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
         try:
             tensors[name] = _tensor(dtype, shape, nbytes, pieces, chunks, segments, chunk)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"tensor {name!r}: {error}") from None
     return Manifest(run, count, chunk, _base64(body.get("record")), segments, tensors)
 
 
 def _segment(one: list[Any], directory_count: int) -> StoredSegment:
     directory, name, nbytes = one
-    _integer(directory, 0, directory_count - 1, "a segment's directory")
+    integer(directory, "a segment's directory", 0, directory_count - 1)
     if not isinstance(name, str) or run_of(name) is None:
         raise ValueError(f"{name!r} is not the name of a segment")
-    return StoredSegment(directory, name, _integer(nbytes, 0, MAX_FILE_NBYTES, "a segment's size"))
+    return StoredSegment(directory, name, integer(nbytes, "a segment's size", 0, MAX_FILE_NBYTES))
 
 
 def _tensor(
@@ -255,11 +258,10 @@ def _tensor(
     info = checked_info(dtype, shape, nbytes)
     found: list[tuple[int, int, int]] = []
     for segment, offset, size in _list(pieces, 3, "pieces"):
-        _integer(segment, 0, len(segments) - 1, "a piece's segment")
-        _integer(size, 1, MAX_FILE_NBYTES, "a piece's size")
-        _integer(offset, 0, segments[segment].nbytes - size, "a piece's offset")
-        if offset % _ALIGNMENT != 0:
-            raise ValueError(f"a piece begins at {offset}, which is not a multiple of {_ALIGNMENT}")
+        integer(segment, "a piece's segment", 0, len(segments) - 1)
+        integer(size, "a piece's size", 1, MAX_FILE_NBYTES)
+        most = segments[segment].nbytes - size
+        integer(offset, "a piece's offset", 0, most, multiple_of=_ALIGNMENT)
         found.append((segment, offset, size))
     if sum(size for _, _, size in found) != info.nbytes:
         raise ValueError(f"its pieces do not have the {info.nbytes} bytes of the tensor")
@@ -295,12 +297,6 @@ def _list(value: Any, length: int, what: str) -> Iterable[list[Any]]:
     for one in value:
         if not isinstance(one, list) or len(one) != length:
             raise ValueError(f"one of the {what} does not have {length} items")
-    return value
-
-
-def _integer(value: Any, minimum: int, maximum: int, what: str) -> int:
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise ValueError(f"{what} is {value!r}, and must be between {minimum} and {maximum}")
     return value
 
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensorferry import _core
@@ -48,42 +49,27 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
 
 
+@dataclass(eq=False, slots=True)
 class Segment:
     """One file of a store, with the amount of its space in use."""
 
-    __slots__ = (
-        "directory",
-        "file",
-        "frozen",
-        "held_nbytes",
-        "name",
-        "nbytes",
-        "number",
-        "reserved",
-        "stuck_at_nbytes",
-        "sync_failed",
-        "used_nbytes",
-    )
+    directory: StoreDirectory
+    number: int
+    file: _core.File
+    nbytes: int
+    name: str | None  # None for an unnamed file
+    frozen: bool = False  # read-only from now on
+    held_nbytes: int = field(init=False)  # space on the drive, less than the size once it has holes
+    used_nbytes: int = field(default=0, init=False)  # the space of its pieces
+    # reserve() has promised its space: compaction must not return it.
+    reserved: bool = field(default=False, init=False)
+    # The value of used_nbytes with which compaction failed.
+    stuck_at_nbytes: int = field(default=-1, init=False)
+    # Some of its data may not have reached the drive.
+    sync_failed: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        number: int,
-        file: _core.File,
-        nbytes: int,
-        name: str | None,
-    ) -> None:
-        self.directory = directory
-        self.number = number
-        self.file = file
-        self.nbytes = nbytes
-        self.held_nbytes = nbytes  # space on the drive, less than the size once it has holes
-        self.used_nbytes = 0  # the space of its pieces
-        self.name = name  # None for an unnamed file
-        self.frozen = False  # read-only from now on
-        self.reserved = False  # reserve() has promised its space: compaction must not return it
-        self.stuck_at_nbytes = -1  # the value of used_nbytes with which compaction failed
-        self.sync_failed = False  # some of its data may not have reached the drive
+    def __post_init__(self) -> None:
+        self.held_nbytes = self.nbytes
 
     @property
     def is_small(self) -> bool:
@@ -295,17 +281,16 @@ class StoreDirectory:
         return Segment(self, number, file, nbytes, name)
 
     def add(self, segment: Segment) -> None:
-        """Add a new segment to the tables."""
+        """Add a segment to the tables. All space of a new one is free."""
         self.segments[segment.number] = segment
         self.held_nbytes += segment.held_nbytes
-        self._space.free(segment.number, 0, segment.nbytes)
+        if not segment.frozen:
+            self._space.free(segment.number, 0, segment.nbytes)
 
     def adopt(self, file: _core.File, nbytes: int) -> Segment:
         """Add an existing file as a read-only segment."""
-        segment = Segment(self, next(self._numbers), file, nbytes, None)
-        segment.frozen = True
-        self.segments[segment.number] = segment
-        self.held_nbytes += nbytes
+        segment = Segment(self, next(self._numbers), file, nbytes, None, frozen=True)
+        self.add(segment)
         return segment
 
     def _new_file(self, name: str | None) -> tuple[_core.File, str | None]:

@@ -24,13 +24,12 @@ from tensorferry.store.folder import (
     check,
     make_directory,
     mark_parts,
-    move_to_previous,
     read_previous,
     remove,
     remove_others,
     remove_own,
+    rename,
     replace,
-    restore_previous,
     sync_directory,
     write_temporary,
 )
@@ -268,10 +267,10 @@ class TensorStore(Owned):
         self._own_schedulers.append(own)
         return own
 
-    def _release_resources(self) -> None:
-        """Release the schedulers and the locks after a failure in the constructor."""
+    def _release_resources(self, *, patient: bool = True) -> None:
+        """Release the schedulers and the locks."""
         for scheduler in self._own_schedulers:
-            close_scheduler(scheduler)
+            close_scheduler(scheduler, patient=patient)
         for ownership in self._ownerships or ():
             ownership.release()
 
@@ -657,7 +656,7 @@ class TensorStore(Owned):
             The previous commit is not kept, or its manifest cannot be renamed.
         """
         with self._committing:
-            restore_previous(self._directories[0].path)
+            rename(pathlib.Path(self._directories[0].path, manifests.PREVIOUS_NAME), manifests.NAME)
             self._has_previous = False
 
     def _publish(self, contents: StoreContents, *, sync: bool, keep_previous: bool = False) -> None:
@@ -687,7 +686,8 @@ class TensorStore(Owned):
         before, self._committed = self._committed, [*self._committed, contents]
         if keep_previous:
             self._previous, self._has_previous = [*self._previous, *before], True
-            move_to_previous(paths[0])
+            last = pathlib.Path(paths[0], manifests.NAME)
+            rename(last, manifests.PREVIOUS_NAME, missing_ok=True)
         replace(temporary, manifests.NAME)
         if sync:
             sync_directory(paths[0])
@@ -823,10 +823,7 @@ class TensorStore(Owned):
             with self._lock:
                 self._names.clear()
                 self._pending.clear()
-            for scheduler in self._own_schedulers:
-                close_scheduler(scheduler, patient=not timed_out)
-            for ownership in self._ownerships or ():
-                ownership.release()
+            self._release_resources(patient=not timed_out)
             self._has_ended = True
             if timed_out and not self._own_schedulers:
                 warn_of_abandoned_io(f"outstanding transfers of {self!r}")

@@ -6,8 +6,9 @@ import math
 import sys
 from typing import Any, NamedTuple
 
+from tensorferry.base.checks import MAX_FILE_NBYTES, integer
+
 MAX_DIMENSIONS = 64
-_MAX_NBYTES = (1 << 63) - 1
 
 
 class TensorInfo(NamedTuple):
@@ -104,15 +105,15 @@ def dtype_of(text: Any) -> Any:
 
 
 def checked_info(dtype: Any, shape: Any, nbytes: Any) -> TensorInfo:
-    """Return the description of a tensor from a manifest. Raise ValueError if it is invalid."""
+    """Return the description of a tensor from a manifest. Raise ValueError or TypeError if it is invalid."""
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"shape {shape!r} is not a list of at most {MAX_DIMENSIONS} lengths")
     for length in shape:
-        if type(length) is not int or not 0 <= length <= _MAX_NBYTES:
-            raise ValueError(f"shape {shape!r} has an invalid length")
+        integer(length, "a length of its shape", 0, MAX_FILE_NBYTES)
     known = dtype_of(dtype)
     itemsize = 1 if known is None else known.itemsize
-    if type(nbytes) is not int or math.prod(shape) * itemsize != nbytes or nbytes > _MAX_NBYTES:
+    integer(nbytes, "its size", 0, MAX_FILE_NBYTES)
+    if math.prod(shape) * itemsize != nbytes:
         raise ValueError(f"{nbytes!r} bytes do not match shape {shape!r} and dtype {dtype!r}")
     return TensorInfo(known, tuple(shape), nbytes)
 

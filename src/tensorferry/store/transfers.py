@@ -16,6 +16,7 @@ import copy
 import os
 import time
 from array import array as numbers
+from dataclasses import dataclass
 from errno import ECANCELED
 from typing import TYPE_CHECKING, Any
 
@@ -41,20 +42,16 @@ CHUNK_NBYTES = 256 << 10
 _BLOCK_NBYTES = 8 << 20
 
 
+@dataclass(eq=False, slots=True)
 class TensorVersion:
     """One version of a tensor. It is being written (``write`` is set), is complete, or has failed (no ``pieces``)."""
 
-    __slots__ = ("chunk_nbytes", "chunks", "info", "pieces", "previous", "write")
-
-    def __init__(
-        self, info: TensorInfo, pieces: tuple[Piece, ...] | None, previous: TensorVersion | None
-    ) -> None:
-        self.info = info
-        self.pieces = pieces
-        self.previous = previous  # the version that counts if this one fails; None after success
-        self.write: Write | None = None  # None once the write has ended
-        self.chunks: list[numbers[int]] | None = None  # for each piece, the CRC-32s of its chunks
-        self.chunk_nbytes = CHUNK_NBYTES
+    info: TensorInfo
+    pieces: tuple[Piece, ...] | None
+    previous: TensorVersion | None  # the version that counts if this one fails; None after success
+    chunks: list[numbers[int]] | None = None  # for each piece, the CRC-32s of its chunks
+    chunk_nbytes: int = CHUNK_NBYTES
+    write: Write | None = None  # None once the write has ended
 
 
 class Transfer:
