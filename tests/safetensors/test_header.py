@@ -454,7 +454,7 @@ def test_files_are_those_of_torch_and_numpy_to_the_byte() -> None:
         [
             (
                 name,
-                dtypes.of_torch(tensor.dtype),
+                dtypes.of_library(tensor.dtype),
                 [*tensor.shape[:-1], tensor.shape[-1] * (2 if name.endswith(".F4") else 1)],
             )
             for name, tensor in state.items()
@@ -467,7 +467,8 @@ def test_files_are_those_of_torch_and_numpy_to_the_byte() -> None:
         kind.name: np.zeros((2, 3), dtypes.numpy_dtype(kind.name)) for kind in kinds if kind.numpy
     }
     begin, order = header.build(
-        [(name, dtypes.of_numpy(array.dtype), array.shape) for name, array in arrays.items()], None
+        [(name, dtypes.of_library(array.dtype), array.shape) for name, array in arrays.items()],
+        None,
     )
     data = b"".join(arrays[name].tobytes() for name in order)
     assert begin + data == safetensors.numpy.save(arrays)
@@ -511,20 +512,20 @@ def test_dtypes_of_torch_and_numpy_are_found_both_ways() -> None:
             with pytest.raises(SafetensorError, match=name):
                 dtypes.torch_dtype(name)
         else:
-            assert dtypes.of_torch(dtypes.torch_dtype(name)) == name
+            assert dtypes.of_library(dtypes.torch_dtype(name)) == name
         if dtype.numpy is None:
             with pytest.raises(SafetensorError, match=name):
                 dtypes.numpy_dtype(name)
         else:
             found = dtypes.numpy_dtype(name)
             assert found.itemsize * 8 == dtype.bits
-            assert dtypes.of_numpy(found) == dtypes.of_numpy(found.newbyteorder(">")) == name
+            assert dtypes.of_library(found) == dtypes.of_library(found.newbyteorder(">")) == name
     for dtype in (torch.complex128, torch.qint8):
         with pytest.raises(SafetensorError, match="no dtype"):
-            dtypes.of_torch(dtype)
+            dtypes.of_library(dtype)
     for kind in (np.complex128, "U3", object, "datetime64[s]"):
         with pytest.raises(SafetensorError, match="no dtype"):
-            dtypes.of_numpy(np.dtype(kind))
+            dtypes.of_library(np.dtype(kind))
     for unknown in (dtypes.torch_dtype, dtypes.numpy_dtype):
         with pytest.raises(SafetensorError, match="'F33' is not a dtype"):
             unknown("F33")

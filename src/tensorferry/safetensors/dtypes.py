@@ -23,7 +23,7 @@ class Dtype(NamedTuple):
     bits : int
         The size of one element, where elements are counted as in the header's shape.
     numpy, torch : str or None
-        The dtype's attribute in the library's module, or None if the library does not have the dtype. One element of
+        The dtype's name in the library, or None if the library does not have the dtype. One element of
         torch's ``float4_e2m1fn_x2`` packs two F4 elements, so the last dimension in torch is half that in the header.
     """
 
@@ -37,7 +37,7 @@ class Dtype(NamedTuple):
 DTYPES: dict[str, Dtype] = {
     each.name: each
     for each in (
-        Dtype("BOOL", 8, "bool_", "bool"),
+        Dtype("BOOL", 8, "bool", "bool"),
         Dtype("F4", 4, None, "float4_e2m1fn_x2"),
         Dtype("F6_E2M3", 6, None, None),
         Dtype("F6_E3M2", 6, None, None),
@@ -62,8 +62,13 @@ DTYPES: dict[str, Dtype] = {
     )
 }
 
-_OF_TORCH = {each.torch: each.name for each in DTYPES.values() if each.torch}
-_OF_NUMPY = {each.numpy: each.name for each in DTYPES.values() if each.numpy} | {"bool": "BOOL"}
+NAMES = {
+    attribute: each.name
+    for each in DTYPES.values()
+    for attribute in (each.torch, each.numpy)
+    if attribute
+}
+"""The format's dtypes by their names in torch and NumPy. ml_dtypes' dtypes for NumPy have the same names as torch's."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -118,15 +123,20 @@ def header_shape(shape: Iterable[int], dtype: str, name: str | None = None) -> t
     return (*sizes[:-1], sizes[-1] * 8 // bits)
 
 
-def of_torch(dtype: torch.dtype) -> str:
-    """Return the format's name for a torch dtype.
+def name_of(dtype: Any) -> str:
+    """Return the name of a torch or NumPy dtype in its library."""
+    return str(getattr(dtype, "name", None) or dtype).removeprefix("torch.")
+
+
+def of_library(dtype: Any) -> str:
+    """Return the format's name for a torch dtype, or for a NumPy dtype of either byte order.
 
     Raises
     ------
     SafetensorError
         The format does not have the dtype.
     """
-    name = _OF_TORCH.get(str(dtype).removeprefix("torch."))
+    name = NAMES.get(name_of(dtype))
     if name is None:
         raise SafetensorError(f"the format has no dtype for {dtype}")
     return name
@@ -145,24 +155,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     attribute = _known(name).numpy
     if attribute is None:
         raise SafetensorError(f"NumPy has no dtype for {name}")
-    dtype: np.dtype[Any] = np.dtype(attribute.removesuffix("_")).newbyteorder("<")
+    dtype: np.dtype[Any] = np.dtype(attribute).newbyteorder("<")
     return dtype
-
-
-def of_numpy(dtype: Any) -> str:
-    """Return the format's name for a NumPy dtype of either byte order.
-
-    Raises
-    ------
-    SafetensorError
-        The format does not have the dtype.
-    """
-    import numpy as np
-
-    name = _OF_NUMPY.get(np.dtype(dtype).name)
-    if name is None:
-        raise SafetensorError(f"the format has no dtype for {dtype}")
-    return name
 
 
 def _known(name: str) -> Dtype:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.base.checks import checked_path
 from tensorferry.safetensors import checksums
-from tensorferry.safetensors.dtypes import DTYPES, header_shape
+from tensorferry.safetensors.dtypes import DTYPES, NAMES, header_shape, name_of
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
 from tensorferry.transfer.arrays import memory_of
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Path
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.new_file import NewFile
-
-# The format's dtypes by their names in torch and NumPy. ml_dtypes' dtypes for NumPy have the same names as torch's.
-_NAMES = {
-    attribute.rstrip("_"): dtype
-    for dtype in DTYPES.values()
-    for attribute in (dtype.torch, dtype.numpy)
-    if attribute is not None
-}
 
 
 class TensorToSave(NamedTuple):
@@ -269,9 +261,7 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[T
                 "only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to "
                 "pack it before saving."
             )
-        dtype = _dtype_of(
-            str(value.dtype).removeprefix("torch.") if ours is not None else value.dtype.name, name
-        )
+        dtype = _dtype_of(name_of(value.dtype), name)
         shape = header_shape(value.shape, dtype, name)
         entries.append(TensorToSave(name, dtype, shape, value))
     return entries
@@ -283,32 +273,32 @@ def without_duplicates(
     """Keep one of each set of tensors in the same memory, and remove the others.
 
     Return the state without the removed tensors, and metadata that map the names of these to the names of the tensors
-        if equal and _view_of(state[name]) != _view_of(state[kept]):
-            raise RuntimeError(
-                f"{name!r} and {kept!r} are different views of the same memory, of which only one would be saved "
-                f"(remedy: pass a copy, {name!r}: tensor.clone())"
-            )
     that were kept. With ``equal``, a tensor that is removed must have the values of the one that is kept: whoever loads
     the file gets these for its name.
 
     Raises
     ------
+    RuntimeError
+        Tensors share memory, and none of them covers all of it; or ``equal`` is true, and their values differ.
+    """
+    state = dict(state)
+    for name, kept in aliases(state).items():
+        if equal and _view_of(state[name]) != _view_of(state[kept]):
+            raise RuntimeError(
+                f"{name!r} and {kept!r} are different views of the same memory, of which only one would be saved "
+                f"(remedy: pass a copy, {name!r}: tensor.clone())"
+            )
+        metadata = {name: kept, **(metadata or {})}  # metadata from the caller take precedence
+        del state[name]
+    return state, metadata
+
+
 def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the properties by which two tensors that begin at the same address have the same values."""
     strides = [
         stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     ]
     return tensor.dtype, tensor.shape, strides, tensor.is_conj(), tensor.is_neg()
-
-
-    RuntimeError
-        Tensors share memory, and none of them covers all of it; or ``equal`` is true, and their values differ.
-    """
-    state = dict(state)
-    for name, kept in aliases(state).items():
-        metadata = {name: kept, **(metadata or {})}  # metadata from the caller take precedence
-        del state[name]
-    return state, metadata
 
 
 def write_file(
@@ -441,13 +431,13 @@ def _entries_of_specs(specs: Mapping[str, Any]) -> list[TensorToSave]:
 
 
 def _dtype_of(known_as: str, name: str | None = None) -> str:
-    dtype = _NAMES.get(known_as)
+    dtype = NAMES.get(known_as)
     if dtype is None:
-        supported = ", ".join(_NAMES)
+        supported = ", ".join(NAMES)
         raise SafetensorError(
             f'Unknown dtype "{known_as}". Supported dtypes: {supported}', name=name
         )
-    return dtype.name
+    return dtype
 
 
 def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:

@@ -746,7 +746,7 @@ def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[TensorToSav
 def dtype_of(name: str, dtype: torch.dtype) -> str:
     """Return the format's dtype for a tensor; the SafetensorError for an unsupported one has the tensor's name."""
     try:
-        return dtypes.of_torch(dtype)
+        return dtypes.of_library(dtype)
     except SafetensorError as error:
         raise SafetensorError(error.reason, name=name) from None
 

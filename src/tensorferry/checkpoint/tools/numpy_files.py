@@ -85,7 +85,7 @@ def find_source(path: str, **_options: object) -> ConversionSource:
                 )
             if not place.dtype.isnative:
                 raise SafetensorError("its elements are big-endian, which torch does not support")
-            dtype = dtypes.torch_dtype(dtypes.of_numpy(place.dtype))
+            dtype = dtypes.torch_dtype(dtypes.of_library(place.dtype))
         except SafetensorError as error:
             raise CheckpointError(error.reason, path, names=(name,)) from None
         begin = place.begin + place.header_nbytes
