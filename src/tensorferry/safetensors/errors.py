@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class ReplaceableBase(Exception):  # noqa: N818
     """A base class that :func:`tensorferry.safetensors.install` replaces with safetensors' own SafetensorError.
@@ -38,9 +36,6 @@ class SafetensorError(ReplaceableBase):
             where += f"tensor {shortened(self.name)}: "
         return where + self.reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.reason, self.path, self.name)
-
 
 def shortened(value: object) -> str:
     """Return the repr of a value for a message, cut to a limited length: values in untrusted files can be huge."""
@@ -63,9 +58,3 @@ def wrong_download(begin: bytes) -> str | None:
 
 
 _SHOWN = 100
-
-
-def _rebuild(
-    kind: type[SafetensorError], reason: str, path: str, name: str | None
-) -> SafetensorError:
-    return kind(reason, path, name=name)
