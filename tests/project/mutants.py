@@ -646,7 +646,7 @@ MUTANTS = [
         "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
         " caller",
         "src/tensorferry/safetensors/read_ahead.py",
-        "        if self._reads and self._version != Version.of(self._source.file):\n",
+        "        if self._reads and self._version != Version.of(self.source.file):\n",
         "        if False:\n",
         "tests/safetensors/test_opened.py::test_who_asks_after_a_write_gets_what_was_written",
     ),

@@ -302,7 +302,7 @@ def test_file_systems_without_links_lose_the_old_model_rather_than_mix(
         placed.append(True)
 
     placed, place = [], sharded.Model.place
-    monkeypatch.setattr(sharded, "_link", refuses)
+    monkeypatch.setattr(pathlib.Path, "hardlink_to", refuses)
     monkeypatch.setattr(sharded.Model, "place", without_model)
     new = random_state(2, 900, 900)
     save_sharded(new, directory, "1KB")

@@ -15,26 +15,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import operator
 import os
 from errno import EISDIR, ENOENT
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.base.checks import is_pair
+from tensorferry.base.checks import is_pair, one_of
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
 from tensorferry.safetensors import header
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of
+from tensorferry.transfer.pipeline import Read
 from tensorferry.transfer.remote import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tensorferry.safetensors.frameworks import Framework
-
-DIRECT = ("auto", "always", "never")
 
 # The page cache is queried in runs of this size, a multiple of a huge page. The number of runs is limited because each
 # one can become a separate mapping, and Linux allows a process 65,530 of them by default (vm.max_map_count).
@@ -111,12 +111,8 @@ class SourceFile(Owned):
         file = self.file
         runs = list(self._runs(first, end))
         core = file._open_file()
-        offsets, sizes = [], []
-        at = first
-        for nbytes, _ in runs:
-            offsets.append(at)
-            sizes.append(nbytes)
-            at += nbytes
+        sizes = [nbytes for nbytes, _ in runs]
+        offsets = list(itertools.accumulate(sizes[:-1], initial=first))
         if any(mapped for _, mapped in runs):
             self._check_size()
         mapping = _core.map_pieces([core if mapped else None for _, mapped in runs], offsets, sizes)
@@ -148,17 +144,14 @@ class SourceFile(Owned):
         run_nbytes = -(-(end - begin) // _MAX_RUNS // _RUN_NBYTES) * _RUN_NBYTES
         # Runs end at multiples of a huge page, in the file and so in the image, which lets each run use huge pages.
         cuts = [begin, *range((begin // run_nbytes + 1) * run_nbytes, end, run_nbytes), end]
-        merged_nbytes, before = 0, False
+        pieces = []
         for at, stop in itertools.pairwise(cuts):
             share = self._cached_share(at, stop - at)
-            mapped = share >= _MAPPED_SHARE
-            if mapped and share < 1:
+            pieces.append((stop - at, share >= _MAPPED_SHARE))
+            if _MAPPED_SHARE <= share < 1:
                 self._prefetch(at, stop)
-            if merged_nbytes and mapped != before:
-                yield merged_nbytes, before
-                merged_nbytes = 0
-            merged_nbytes, before = merged_nbytes + stop - at, mapped
-        yield merged_nbytes, before
+        for mapped, run in itertools.groupby(pieces, operator.itemgetter(1)):
+            yield sum(nbytes for nbytes, _ in run), mapped
 
     def _prefetch(self, begin: int, end: int) -> None:
         """Advise the kernel to read a range into the page cache."""
@@ -211,26 +204,29 @@ class PendingLoad(NamedTuple):
     finish: Callable[[], Any]
 
     def result(self) -> Any:
-        """Wait for the load, and return its result."""
-        wait(self.future)
+        """Wait for the load, and return its result. If the wait is interrupted, cancel the transfer."""
+        if self.future is not None:
+            try:
+                self.future.result()
+            except BaseException:
+                self.future.cancel()
+                raise
         return self.finish()
 
 
-def wait(future: tensorferry.Future[Any] | None) -> None:
-    """Wait for a transfer. If the wait is interrupted, cancel it. Do nothing for None.
+class LoadRead(Read):
+    """A read of a pipeline that is one load, which a function begins."""
 
-    Raises
-    ------
-    StorageError
-        The file cannot be read.
-    """
-    if future is None:
-        return
-    try:
-        future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    load: PendingLoad | None = None
+
+    def __init__(self, nbytes: int, begin: Callable[[], PendingLoad]) -> None:
+        self.nbytes = nbytes
+        self._begin = begin
+
+    def begin(self) -> None:
+        """Begin the load."""
+        self.load = self._begin()
+        self.futures = () if self.load.future is None else (self.load.future,)
 
 
 def begin_load(
@@ -318,8 +314,7 @@ def checked_direct(direct: Any, backend: Any) -> str:
     """
     if backend not in ("mmap", "pread"):
         raise SafetensorError(f'backend {backend!r} is invalid (expected one of: "mmap", "pread")')
-    if direct not in DIRECT:
-        raise ValueError(f"direct: {direct!r} is not one of {', '.join(map(repr, DIRECT))}")
+    one_of(direct, "direct", ("auto", "always", "never"))
     # backend="pread" means that nothing is mapped.
     return "always" if backend == "pread" and direct == "auto" else str(direct)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.ranges import (
@@ -15,10 +17,11 @@ from tensorferry.base.ranges import (
     segments_of,
     strides_of,
 )
+from tensorferry.safetensors.dtypes import torch_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of
-from tensorferry.safetensors.dtypes import torch_shape
 from tensorferry.safetensors.loading import (
+    LoadRead,
     PendingLoad,
     SourceFile,
     aligned,
@@ -30,7 +33,7 @@ from tensorferry.safetensors.loading import (
 from tensorferry.safetensors.read_ahead import ReadAhead
 from tensorferry.safetensors.slicing import Selection, select
 from tensorferry.transfer.arrays import collect_runs
-from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 _LOAD_NBYTES = 32 << 20
 
 
+@dataclass(eq=False)
 class TensorMeta:
     """A tensor's entry in the header.
 
@@ -56,13 +60,9 @@ class TensorMeta:
         The offset of the first byte and the offset of the end, both relative to the end of the header.
     """
 
-    def __init__(self, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.data_offsets = data_offsets
-
-    def __repr__(self) -> str:
-        return f"TensorMeta(dtype={self.dtype!r}, shape={self.shape}, data_offsets={self.data_offsets})"
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 class safe_open:  # noqa: N801
@@ -96,6 +96,8 @@ class safe_open:  # noqa: N801
         The file cannot be read.
     """
 
+    _ahead: ReadAhead | None = None  # None before it is opened and once it is closed
+
     def __init__(
         self,
         filename: Readable,
@@ -108,9 +110,7 @@ class safe_open:  # noqa: N801
         mode = checked_direct(direct, backend)
         path = path_of(filename)
         self._framework: Framework = framework_of(framework, device)
-        source = SourceFile(path, mode)
-        self._source: SourceFile | None = source
-        self._ahead: ReadAhead | None = ReadAhead(source, self._framework)
+        self._ahead = ReadAhead(SourceFile(path, mode), self._framework)
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted."""
@@ -147,15 +147,12 @@ class safe_open:  # noqa: N801
         StorageError
             The tensor cannot be read.
         """
-        source, framework = self._open(), self._framework
-        tensor = source.tensor(name)
-        shape = framework.shape(tensor, source.path)
-        ahead = self._ahead
-        if ahead is None:
-            raise SafetensorError("File is closed")  # another thread closed it after _open() above
+        ahead, framework = self._opened(), self._framework
+        tensor = ahead.source.tensor(name)
+        shape = framework.shape(tensor, ahead.source.path)
         if ahead.is_parents:
             # In a forked child, the parent's transfers never complete.
-            self._ahead = ahead = ReadAhead(source, framework)
+            self._ahead = ahead = ReadAhead(ahead.source, framework)
         data = ahead.bytes(tensor)
         return framework.as_array(data, tensor.dtype, shape)
 
@@ -207,33 +204,31 @@ class safe_open:  # noqa: N801
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The file is closed with the last reference to the source. Slices, loaders and other threads may still hold a
-        # reference. If none of them does, `source` is the last one after the read-ahead has ended, and `del` closes the
-        # file.
-        source, self._source = self._source, None
-        try:
-            self._close_ahead(wait=True)
-        finally:
-            del source
+        self._close(wait=True)
 
     def __del__(self) -> None:
-        if hasattr(self, "_ahead"):  # False if __init__() raised
-            self._close_ahead(wait=False)
+        self._close(wait=False)
 
-    def _close_ahead(self, *, wait: bool) -> None:
+    def _close(self, *, wait: bool) -> None:
+        # The file is closed with the last reference to the source. Slices, loaders and other threads may still hold a
+        # reference. If none of them does, `ahead` has the last one, and the file is closed once the read-ahead has
+        # ended.
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.is_parents:
             ahead.close(wait=wait)
 
     def __repr__(self) -> str:
-        source = self._source
-        return f"<safe_open {source.path!r}>" if source else "<closed safe_open>"
+        ahead = self._ahead
+        return f"<safe_open {ahead.source.path!r}>" if ahead else "<closed safe_open>"
+
+    def _opened(self) -> ReadAhead:
+        ahead = self._ahead
+        if ahead is None:
+            raise SafetensorError("File is closed")
+        return ahead
 
     def _open(self) -> SourceFile:
-        source = self._source
-        if source is None:
-            raise SafetensorError("File is closed")
-        return source
+        return self._opened().source
 
 
 class PySafeSlice:
@@ -267,16 +262,11 @@ class PySafeSlice:
         StorageError
             The file cannot be read.
         """
-        return read_slice(self._source, self._tensor, index, self._framework)
+        return begin_slice(self._source, self._tensor, index, self._framework).result()
 
     def __repr__(self) -> str:
         tensor = self._tensor
         return f"<slice of {tensor.name!r}: {tensor.dtype} {list(tensor.shape)}>"
-
-
-def read_slice(source: SourceFile, tensor: Tensor, index: Any, framework: Framework) -> Any:
-    """Read the part of a tensor that an index selects, and no other bytes."""
-    return begin_slice(source, tensor, index, framework).result()
 
 
 def begin_slice(
@@ -358,38 +348,31 @@ def _pick_from_file(
     data = framework.empty(math.prod(selection.shape) * itemsize)
     result = framework.as_integers(data, itemsize, selection.shape)
     rows = result.reshape(-1, *selection.shape[split:])
-    reads = (_WindowsRead(source, tensor, batch, framework) for batch in _batches(plan.windows))
+
+    def read_of(windows: list[Window]) -> LoadRead:
+        nbytes = sum(window.nbytes for window in windows)
+
+        def begin() -> PendingLoad:
+            data = framework.empty(nbytes)
+            future = _begin_windows(source, tensor, windows, data, framework)
+            elements = framework.as_integers(data, itemsize, (nbytes // itemsize,))
+            return PendingLoad(future, lambda: (windows, elements))
+
+        return LoadRead(nbytes, begin)
+
+    reads = map(read_of, _batches(plan.windows))
     with Pipeline(reads, memory_nbytes=2 * WINDOW_NBYTES) as pipeline:
         for read in pipeline:
-            elements = framework.as_integers(read.data, itemsize, (read.nbytes // itemsize,))
+            assert read.load is not None
+            windows, elements = read.load.finish()
             at = 0
-            for window in read.windows:
+            for window in windows:
                 selected = (positions[split][window.first : window.stop], *positions[split + 1 :])
                 rows[window.row, window.first : window.stop] = _pick(
                     elements, selected, strides[split:], at, framework
                 )
                 at += window.nbytes // itemsize
     return result
-
-
-class _WindowsRead(Read):
-    """The read of a batch of windows."""
-
-    def __init__(
-        self, source: SourceFile, tensor: Tensor, windows: list[Window], framework: Framework
-    ) -> None:
-        self.windows = windows
-        self.nbytes = sum(window.nbytes for window in windows)
-        self.data: Any = None
-        self._source = source
-        self._tensor = tensor
-        self._framework = framework
-
-    def begin(self) -> None:
-        self.data = self._framework.empty(self.nbytes)
-        self.futures = (
-            _begin_windows(self._source, self._tensor, self.windows, self.data, self._framework),
-        )
 
 
 def _begin_windows(
@@ -560,7 +543,7 @@ class PrefetchLoader:
             raise SafetensorError("prefetch loader closed", self._source.path)
 
 
-class _PrefetchRead(Read):
+class _PrefetchRead(LoadRead):
     """One read of a prefetch: several complete tensors next to each other, or a part of one tensor."""
 
     def __init__(
@@ -571,30 +554,24 @@ class _PrefetchRead(Read):
         framework: Framework,
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._source = source
-        self._tensors = tensors
-        self._framework = framework
-        self._index = plan[self.names[0]]
-        self._load: PendingLoad | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._arrays: dict[str, Any] | None = None
+        self._index = index = plan[self.names[0]]
         # Raise for an unknown dtype or an invalid index before any read begins.
         for tensor in tensors:
             shape = framework.shape(tensor, source.path)
-            if self._index is not None:
-                select(self._index, shape, source.path, tensor.name)
+            if index is not None:
+                select(index, shape, source.path, tensor.name)
+        begin = functools.partial(begin_load, source, tensors, framework)
+        if index is not None:
+            begin = functools.partial(begin_slice, source, tensors[0], index, framework)
+        super().__init__(sum(tensor.nbytes for tensor in tensors), begin)
 
     def begin(self) -> None:
         """Begin to load. An error is stored, and :meth:`wait` raises it in the thread that takes the tensor."""
         try:
-            if self._index is None:
-                load = begin_load(self._source, self._tensors, self._framework)
-            else:
-                load = begin_slice(self._source, self._tensors[0], self._index, self._framework)
-            self._load = load
-            self.futures = () if load.future is None else (load.future,)
+            super().begin()
         except Exception as error:
             self._error = error
 
@@ -607,12 +584,12 @@ class _PrefetchRead(Read):
         """Return one of the tensors. Call this after :meth:`wait`."""
         with self._lock:
             if self._arrays is None:
-                if self._load is None:
-                    # An interrupt (Ctrl-C) hit this method after it cleared `_load`, and the arrays were lost with
+                if self.load is None:
+                    # An interrupt (Ctrl-C) hit this method after it cleared `load`, and the arrays were lost with
                     # their memory. Read them again.
                     self.begin()
                     self.wait()
-                load, self._load = self._load, None
+                load, self.load = self.load, None
                 assert load is not None
                 self.futures = ()  # the futures would keep the memory alive
                 arrays = load.result()
@@ -624,21 +601,19 @@ class _PrefetchRead(Read):
         return self._arrays is None or name in self._arrays
 
 
-def _groups(tensors: list[Tensor], plan: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors that are wanted completely, up to a limited size. Yield all other tensors alone."""
-    group: list[Tensor] = []
+def _groups(tensors: list[Tensor], plan: Mapping[str, Any]) -> list[list[Tensor]]:
+    """Group consecutive tensors that are wanted completely, up to a limited size. All other tensors are alone."""
+    groups: list[list[Tensor]] = []
     for tensor in tensors:
-        is_complete = plan[tensor.name] is None
-        if group and not (
-            is_complete
+        group = groups[-1] if groups else None
+        if (
+            group
             and tensor.begin == group[-1].end
             and tensor.end - group[0].begin <= _LOAD_NBYTES
+            and plan[tensor.name] is None
+            and plan[group[-1].name] is None
         ):
-            yield group
-            group = []
-        group.append(tensor)
-        if not is_complete:
-            yield group
-            group = []
-    if group:
-        yield group
+            group.append(tensor)
+        else:
+            groups.append([tensor])
+    return groups

@@ -212,7 +212,7 @@ class Sharers(Owned):
 
     def _hand_on(self, group: Group) -> None:
         """Send this rank's share of a group to the other ranks of the node, and receive theirs."""
-        memories = [_as_torch(part.memory) for part in group.parts if part.nbytes]
+        memories = [torch.as_tensor(part.memory) for part in group.parts if part.nbytes]
         if not memories:
             return
         memory = memories[0] if len(memories) == 1 else torch.cat(memories)
@@ -304,10 +304,3 @@ def _raise_difference(requested: list[list[str]]) -> None:
                     f"{other or 'no more'} on rank {rank} (remedy: load the tensors that all ranks need with "
                     "broadcast, and the others without)"
                 )
-
-
-def _as_torch(memory: Any) -> torch.Tensor:
-    """Return the memory of a part, which may be a NumPy array or a page-aligned buffer, as a tensor of bytes."""
-    if isinstance(memory, torch.Tensor):
-        return memory
-    return torch.frombuffer(memory, dtype=torch.uint8)

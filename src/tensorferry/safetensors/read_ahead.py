@@ -8,12 +8,13 @@ when the next two requests are in order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.processes import Owned
-from tensorferry.safetensors.loading import PendingLoad, SourceFile, begin_bytes
-from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.safetensors.loading import LoadRead, PendingLoad, SourceFile, begin_bytes
+from tensorferry.transfer.pipeline import Pipeline
 from tensorferry.transfer.remote import Version
 
 if TYPE_CHECKING:
@@ -28,25 +29,12 @@ _AHEAD_TENSORS = 64
 _BEHIND_TENSORS = 8
 
 
-class _TensorRead(Read):
-    """The read of one tensor that no caller has requested yet."""
-
-    def __init__(self, source: SourceFile, tensor: Tensor, framework: Framework) -> None:
-        self.nbytes = tensor.nbytes
-        self.load: PendingLoad | None = None
-        self._arguments = source, tensor, tensor.begin, tensor.end, framework
-
-    def begin(self) -> None:
-        self.load = begin_bytes(*self._arguments)
-        self.futures = () if self.load.future is None else (self.load.future,)
-
-
 class ReadAhead(Owned):
     """The read-ahead of one file for one framework. It is thread-safe. A forked child needs its own instance."""
 
     def __init__(self, source: SourceFile, framework: Framework) -> None:
         self._set_owner()
-        self._source = source
+        self.source = source
         self._framework = framework
         # Reentrant, because a signal handler may request a tensor, too.
         self._lock = threading.RLock()
@@ -54,9 +42,9 @@ class ReadAhead(Owned):
         self._positions: dict[str, int] = {}  # the index of each tensor in `_tensors`, by name
         self._first: Tensor | None = None  # the tensor of the first request
         # Created lazily: a handle may be opened for one tensor only, or used in random order.
-        self._pipeline: Pipeline[_TensorRead] | None = None
+        self._pipeline: Pipeline[LoadRead] | None = None
         # The reads ahead, by the position of the tensor. Some may not have begun: they wait in the pipeline.
-        self._reads: dict[int, _TensorRead] = {}
+        self._reads: dict[int, LoadRead] = {}
         # The file's version before the first read in `_reads` began.
         self._version: Version | None = None
         self._next = -1  # the position after the last requested tensor
@@ -84,7 +72,7 @@ class ReadAhead(Owned):
 
     def _load_at(self, tensor: Tensor, position: int) -> PendingLoad:
         """Return the load of a tensor, begun before or now, and read further ahead if the request is in order."""
-        if self._reads and self._version != Version.of(self._source.file):
+        if self._reads and self._version != Version.of(self.source.file):
             self._drop()  # the file was modified after the reads began: return its current content
         read = self._reads.pop(position, None)
         in_order = read is not None or position == self._next
@@ -97,7 +85,7 @@ class ReadAhead(Owned):
             self._read_further(position)
         return load
 
-    def _release(self, read: _TensorRead | None) -> PendingLoad | None:
+    def _release(self, read: LoadRead | None) -> PendingLoad | None:
         """Remove a read from the pipeline, and return its load if it has begun."""
         if read is None or self._pipeline is None:
             return None
@@ -109,7 +97,7 @@ class ReadAhead(Owned):
         """Index the positions of all tensors, once, and set `_next` as the first request would have done."""
         if self._positions or self._first is None:
             return
-        tensors = self._source.header.tensors.values()
+        tensors = self.source.header.tensors.values()
         self._tensors = [each for each in tensors if each.nbytes > 0]
         self._positions = {tensor.name: at for at, tensor in enumerate(self._tensors)}
         self._next = self._positions[self._first.name] + 1
@@ -127,7 +115,7 @@ class ReadAhead(Owned):
         if (dropped := self._reset()) is not None:
             dropped.close(wait=False)
 
-    def _reset(self) -> Pipeline[_TensorRead] | None:
+    def _reset(self) -> Pipeline[LoadRead] | None:
         """Forget all reads, and return their pipeline, which the caller must close."""
         dropped, self._pipeline = self._pipeline, None
         self._reads = {}
@@ -141,7 +129,7 @@ class ReadAhead(Owned):
         if self._closed:
             return
         if not self._reads:
-            self._version = Version.of(self._source.file)
+            self._version = Version.of(self.source.file)
         if self._pipeline is None:
             self._pipeline = Pipeline()
         pipeline = self._pipeline
@@ -151,7 +139,10 @@ class ReadAhead(Owned):
             tensor = self._tensors[at]
             if tensor.nbytes > pipeline.memory_nbytes:
                 break
-            self._reads[at] = _TensorRead(self._source, tensor, self._framework)
+            begin = functools.partial(
+                begin_bytes, self.source, tensor, tensor.begin, tensor.end, self._framework
+            )
+            self._reads[at] = LoadRead(tensor.nbytes, begin)
             pipeline.add(self._reads[at])
             self._added = at + 1
         # An error here concerns a later tensor, not the one that the caller has requested. The request for that later
@@ -160,4 +151,4 @@ class ReadAhead(Owned):
             pipeline.advance()
 
     def _begin(self, tensor: Tensor) -> PendingLoad:
-        return begin_bytes(self._source, tensor, tensor.begin, tensor.end, self._framework)
+        return begin_bytes(self.source, tensor, tensor.begin, tensor.end, self._framework)

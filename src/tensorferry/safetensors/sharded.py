@@ -29,6 +29,7 @@ from tensorferry.errors import StorageError
 from tensorferry.safetensors import index, sources
 from tensorferry.safetensors.checksums import SUFFIX
 from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.index import INDEX_NAME, SINGLE_NAME
 from tensorferry.safetensors.saving import (
     checked_metadata,
     entries_of,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Path as AnyPath
     from tensorferry.safetensors.saving import TensorToSave
     from tensorferry.transfer.checksums import Checksums
-
-SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
 # The errors of link(2) where the file system has no hard links, or the file does not exist.
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
@@ -278,7 +277,7 @@ class Model:
             for name in sorted(in_the_way):
                 other = f"{name.removesuffix('.safetensors')}.old-{token}.safetensors"
                 try:
-                    _link((self._directory / name).resolve(), self._directory / other)
+                    (self._directory / other).hardlink_to((self._directory / name).resolve())
                 except OSError as error:
                     if error.errno not in _NO_LINK:
                         raise
@@ -418,10 +417,6 @@ def _abort(files: dict[str, Replacement]) -> None:
     with contextlib.ExitStack() as stack:
         while files:
             stack.callback(files.popitem()[1].abort)
-
-
-def _link(path: Path, name: Path) -> None:
-    name.hardlink_to(path)
 
 
 def _is_removable(name: Any) -> bool:
