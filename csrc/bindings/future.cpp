@@ -366,7 +366,7 @@ void PyFuture::warn_if_unseen() {
       !(settled_ && !exception_.is_none())) {
     return;
   }
-  const nb::error_scope others;  // an exception may be in flight here
+  const nb::error_scope others;  // preserves an exception that is in flight on this thread
   if (nb::cast<bool>(nb::module_::import_("sys").attr("is_finalizing")()) || !is_over()) return;
   // `check` is not called: the array was returned to the caller long ago, and may have changed since.
   const nb::object found = settled_ ? exception_ : failure();
@@ -394,7 +394,8 @@ int PyFuture::traverse(visitproc visit, void* arg) const {
   return 0;
 }
 
-// The collector clears only unreachable futures. A transfer in progress keeps its future reachable through the core.
+// The collector clears only unreachable futures. While a transfer is in progress, its future is reachable from the
+// owner that the scheduler keeps (scheduler.h).
 void PyFuture::clear() {
   const nb::object array = std::move(array_), keep = std::move(keep_), check = std::move(check_),
                    deliver = std::move(deliver_);

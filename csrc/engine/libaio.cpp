@@ -121,7 +121,8 @@ class LibaioEngine final : public Engine {
       struct pollfd event{event_.descriptor(), POLLIN, 0};
       if (::poll(&event, 1, free_.size() < controls_.size() ? 1 : -1) > 0) event_.clear();
     }
-    for (long index = 0; index < count; ++index) {  // after an interruption the worker calls reap() again
+    // After an interruption `count` is negative, and the worker calls reap() again.
+    for (long index = 0; index < count; ++index) {
       const auto& event = events[static_cast<size_t>(index)];
       auto* control = reinterpret_cast<struct iocb*>(event.obj);
       if (control == &wake_control_) {

@@ -89,7 +89,7 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     const bool last = segment.begin + segment.nbytes == nbytes_;
     const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
     if (segment.nbytes < least_nbytes && (!last || input_.rows))
-      continue;  // decided early: there may be a million such segments
+      continue;  // checked first because it is cheap: there may be a million such segments
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // Only a read has gaps, and a block of a read may end anywhere, because it is padded.
       return begin;

@@ -284,7 +284,7 @@ bool Request::settle_file(std::unique_ptr<Use> use) {
   bool kept = false;
   if (done.directory) {
     // Syncing a directory may need the descriptor of one file in it, so the first file of each directory stays open,
-    // for a limited number of directories. All other files are closed here.
+    // for a limited number of directories. All other files are closed here, if the request closes its files.
     std::lock_guard lock(mutex_);
     Uses& there = directories_[*done.directory];
     kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);

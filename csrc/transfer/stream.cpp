@@ -527,7 +527,8 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
   scheduler_->one_more(*lane_);  // until written() is called
   const auto request = std::make_shared<Request>(scheduler_, options);
   TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true, .lane = lane_};
-  // Before anything else: close() waits for a lease, so the descriptor number cannot be reused by another file.
+  // Get the lease first. Closing the file waits for its leases, so from here on its descriptor number cannot be reused
+  // by another file.
   spec.lease = file_->lease();
   spec.memory = Segments(buffer->memory.data ? buffer->memory.data + buffer->begin : nullptr, nbytes);
   auto fault = spec.lease ? reserve(*file_, {{buffer->offset, buffer->offset + nbytes}}) : std::nullopt;

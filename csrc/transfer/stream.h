@@ -212,7 +212,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool stopped() const { return stopping_ || fault_.has_value(); }  // requires mutex_
   // Whether a job or a copy from a GPU may be reading appended memory now. Requires mutex_.
   bool is_copying() const { return (at_work_ && !handing_over_) || open_copies_ > 0; }
-  // Wake waiting threads, and let_go() the id of tell_when_aborted() if it is time. Unlocks `lock`, which holds mutex_.
+  // Wake waiting threads. If no appended memory is being read, pass the id of tell_when_aborted(), if there is one, to
+  // Scheduler::let_go(). Unlocks `lock`, which holds mutex_.
   void news(std::unique_lock<std::mutex>& lock);
 
   const std::shared_ptr<Scheduler> scheduler_;

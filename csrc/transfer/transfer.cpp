@@ -122,8 +122,8 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
     residency_ = Residency::whole;
     return direct;
   }
-  // The residency of a read that goes through the cache in any case is looked up, too, if the read has several blocks:
-  // several threads may share the copying of data that is completely cached.
+  // For a read that goes through the cache in any case, residency matters only if it has several blocks: if all its
+  // data is cached, several threads may share the copying.
   const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
   const auto found = matters ? residency() : std::nullopt;
   if (!found || found->cached_pages == 0) return direct;
@@ -355,7 +355,7 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   if (result < 0) return fail(block, static_cast<int>(-result), false, std::move(block.why));
 
   auto advanced = static_cast<uint64_t>(result);
-  // Only whole units count, because cuFile can resume only at a multiple of its alignment.
+  // Only a multiple of cuFile's alignment counts as moved, because cuFile can resume only there.
   if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;
   block.moved += advanced;
   if (!block.planned.rows) block.memory += advanced;
