@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -295,3 +296,12 @@ def test_refusals_name_file_tensor_and_dimension(path: pathlib.Path) -> None:
             weights[0, 0, 0, 0, 0]
         with pytest.raises(slicing.SliceError, match="a step of -1 is not positive"):
             weights[::-1]
+
+
+def test_an_error_keeps_its_file_and_tensor_when_it_goes_to_another_process() -> None:
+    """They are in its notes, because its text is safetensors' own."""
+    with pytest.raises(SliceError) as caught:
+        slicing.select(9, (3,), "model", "x")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert vars(again) == vars(caught.value)
+    assert str(again) == str(caught.value)
