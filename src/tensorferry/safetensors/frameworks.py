@@ -19,7 +19,8 @@ _HUGE_NBYTES = 2 << 20
 
 _TORCH = ("pt", "torch", "pytorch")
 _NUMPY = ("np", "numpy")
-_OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle", "paddlepaddle")
+# The frameworks that safetensors supports and tensorferry does not.
+OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle", "paddlepaddle")
 
 
 class Framework:
@@ -174,11 +175,6 @@ class _NumPy(Framework):
         return self._numpy.array(positions, self._numpy.intp)
 
 
-def is_supported(name: Any) -> bool:
-    """Return False for a framework that safetensors supports and tensorferry does not."""
-    return name not in _OTHERS
-
-
 def framework_of(name: Any, device: Any) -> Framework:
     """Return the framework with one of safetensors' names, for a device.
 
@@ -193,7 +189,7 @@ def framework_of(name: Any, device: Any) -> Framework:
         return _NumPy()
     if name not in _TORCH:
         known = ", ".join((*_TORCH, *_NUMPY))
-        if name in _OTHERS:
+        if name in OTHERS:
             raise SafetensorError(
                 f"framework {name!r} is not supported by tensorferry, which supports {known} (remedy: use safetensors, "
                 "or convert NumPy's arrays)"

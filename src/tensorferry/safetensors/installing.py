@@ -17,7 +17,7 @@ from typing import Any
 import _tensorferry_startup
 from tensorferry.safetensors import opened
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.frameworks import is_supported
+from tensorferry.safetensors.frameworks import OTHERS
 
 VARIABLE = "TENSORFERRY_SAFETENSORS"
 
@@ -100,7 +100,7 @@ def _with_fallback(theirs: Any) -> Any:
 
     class safe_open(opened.safe_open):  # noqa: N801
         def __new__(cls, filename: Any, framework: Any, *arguments: Any, **options: Any) -> Any:
-            if not is_supported(framework):
+            if framework in OTHERS:
                 return theirs(filename, framework, *arguments, **options)
             return super().__new__(cls)
 

@@ -52,11 +52,6 @@ class ReadAhead(Owned):
         self._run_nbytes = 0  # the bytes requested in order so far
         self._closed = False
 
-    @property
-    def begun(self) -> int:
-        """The number of tensors that have been, or are being, read ahead and that no caller has requested."""
-        return sum(read.begun for read in self._reads.values())
-
     def bytes(self, tensor: Tensor) -> Any:
         """Return a tensor's bytes. Unless they are mapped, the caller is their only owner."""
         if tensor.nbytes == 0 or not self._framework.on_host:
