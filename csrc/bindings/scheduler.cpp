@@ -85,7 +85,7 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   }();
   if (prepared.fault) refuse(*prepared.fault);
   const auto& transfers = prepared.transfers;
-  if (!last && transfers.size() == 1 && core_->try_cached(transfers.front())) {
+  if (!last && items.size() == 1 && transfers.size() == 1 && core_->try_cached(transfers.front())) {
     admitted.handed_over();
     return {};
   }

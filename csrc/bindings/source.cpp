@@ -76,10 +76,7 @@ class PySource final : public Source {
     try {
       return copy(nb::iter(nb::handle(read_)(offset, nbytes)), memory, nbytes);
     } catch (nb::python_error& error) {
-      why = nb::str(error.value()).c_str();
-      const nb::object number = nb::getattr(error.value(), "errno", nb::none());
-      int error_number = 0;
-      return nb::try_cast(number, error_number) && error_number > 0 ? -error_number : -EREMOTEIO;
+      return describe(error.value(), why);
     } catch (const std::exception& error) {
       why = error.what();
       return -EREMOTEIO;
@@ -87,6 +84,22 @@ class PySource final : public Source {
   }
 
  private:
+  // Set `why` to the text of the function's exception, and return its errno as a negative number. The exception's class
+  // may raise in both; that must not leave this engine thread, because it would end the process.
+  static int64_t describe(nb::handle exception, std::string& why) {
+    const auto text = nb::steal(PyObject_Str(exception.ptr()));
+    const auto bytes =
+        text.is_valid() ? nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"))  // surrogates
+                        : nb::object();
+    if (!bytes.is_valid()) PyErr_Clear();
+    why = bytes.is_valid() ? PyBytes_AS_STRING(bytes.ptr()) : Py_TYPE(exception.ptr())->tp_name;
+    const auto number = nb::steal(PyObject_GetAttrString(exception.ptr(), "errno"));
+    if (!number.is_valid()) PyErr_Clear();
+    int error_number = 0;
+    const bool known = number.is_valid() && nb::try_cast(number, error_number) && error_number > 0;
+    return known ? -error_number : -EREMOTEIO;
+  }
+
   // Copy the buffers that the Python function returns to `memory`, one behind the other. The GIL is released during
   // each copy.
   static int64_t copy(nb::iterator chunks, char* memory, uint64_t nbytes) {

@@ -43,6 +43,10 @@ class Engine {
   // Called once by the worker, before all other functions.
   virtual void start() {}
 
+  // Called once by the worker, after all other functions. The destructor may run on any thread, so state of the
+  // worker's thread is released here.
+  virtual void end() {}
+
   // Add a block. The number of blocks that were added and not yet returned by reap() must not exceed the queue depth.
   // If the kernel refuses a block, reap() returns it with the error as its result. If the kernel refuses all
   // submissions for a tenth of a second, reap() returns all blocks that wait for submission in the same way.

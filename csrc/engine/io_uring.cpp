@@ -107,6 +107,12 @@ class IoUringEngine final : public Engine {
     if (start_error_ <= 0) (void)::io_uring_register_ring_fd(&ring_);
   }
 
+  void end() override {
+    // io_uring_queue_exit() would do it as well, but a registered descriptor is an index in a table of the calling
+    // thread: on the thread of another worker, that index belongs to the other worker's ring.
+    (void)::io_uring_unregister_ring_fd(&ring_);  // fails if start() could not register it
+  }
+
   void add(Block& block) override {
     struct io_uring_sqe* entry = start_error_ > 0 ? nullptr : next_entry();
     if (entry == nullptr) {

@@ -87,6 +87,13 @@ class File : public std::enable_shared_from_this<File> {
     }
     explicit operator bool() const { return file_ != nullptr; }
 
+    // Return a further lease of the same file, which must not be empty. Unlike File::lease(), this works after
+    // retire(), which waits for this lease in any case.
+    Lease another() const {
+      file_->leases_.fetch_add(1, std::memory_order_acq_rel);
+      return Lease(file_);
+    }
+
     // Whether this lease is the last reference to the file, so releasing it closes the descriptors.
     bool is_all_that_is_left() const { return file_.use_count() == 1; }
 

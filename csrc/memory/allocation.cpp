@@ -78,10 +78,13 @@ bool Allocation::give_back() {
 std::shared_ptr<Allocation> Allocation::containing(const void* address, size_t nbytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   Registry& known = registry();
+  // Declared before the lock: if another thread drops its reference meanwhile, this one is the last, and the destructor
+  // locks the mutex.
+  std::shared_ptr<Allocation> allocation;
   std::lock_guard lock(known.mutex);
   auto after = known.by_address.upper_bound(begin);
   if (after == known.by_address.begin()) return nullptr;
-  auto allocation = std::prev(after)->second.lock();
+  allocation = std::prev(after)->second.lock();
   if (!allocation) return nullptr;
   const auto offset = begin - reinterpret_cast<uintptr_t>(allocation->data_);
   if (offset > allocation->nbytes_ || nbytes > allocation->nbytes_ - offset) return nullptr;

@@ -124,8 +124,11 @@ BounceBuffer BouncePool::try_acquire(size_t nbytes, BounceWaiter* waiter) {
     return buffer;
   }
   if (waiter) {
-    const auto is_waiter = [&](const auto& one) { return one.lock().get() == waiter; };
-    if (std::none_of(waiters_.begin(), waiters_.end(), is_waiter)) waiters_.push_back(waiter->weak_from_this());
+    // Compared without a lock() of the weak pointers: the last reference to another waiter could end here, and its
+    // destructor may release memory, which locks mutex_.
+    const auto own = waiter->weak_from_this();
+    const auto is_own = [&](const auto& one) { return !one.owner_before(own) && !own.owner_before(one); };
+    if (std::none_of(waiters_.begin(), waiters_.end(), is_own)) waiters_.push_back(own);
   }
   return {};
 }

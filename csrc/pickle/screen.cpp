@@ -24,6 +24,8 @@ struct Value {
   uint16_t count;
 };
 
+bool is_dict(Kind kind) { return kind == Kind::dict || kind == Kind::fields || kind == Kind::mixed; }
+
 constexpr Value plain{Kind::plain, 1};
 constexpr Value text{Kind::text, 1};
 constexpr Value called{Kind::called, max_key_values + 1};
@@ -107,7 +109,7 @@ class Screen {
     }
     stack_.resize(stack_.size() - count);
     Kind& kind = stack_.back().kind;
-    if (kind == Kind::dict || kind == Kind::fields || kind == Kind::mixed) {
+    if (is_dict(kind)) {
       kind = named && kind != Kind::mixed ? Kind::fields : Kind::mixed;
       return true;
     }
@@ -165,6 +167,8 @@ bool Screen::step() {
     case 0x94:  // MEMOIZE
       if (height() == 0) return false;
       memo_.push_back(stack_.back());
+      // The memo has a copy of what is known now; a dict may get other keys before it is fetched.
+      if (is_dict(stack_.back().kind)) memo_.back().kind = Kind::mixed;
       return true;
     case 0x68:  // BINGET
       return get<uint8_t>();

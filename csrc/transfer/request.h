@@ -161,7 +161,7 @@ class Request : public std::enable_shared_from_this<Request> {
     std::optional<std::string> directory = std::nullopt;  // directory to be synced for the file's name
   };
 
-  bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
+  bool cuts(const File& file) const { return uses_files() && (options_.truncate || file.replaced()); }
   // Whether several helpers settle the files in parallel. They do so if files are synced or truncated, which takes
   // long. Requires mutex_.
   bool side_by_side() const { return options_.sync || cuts_any_; }

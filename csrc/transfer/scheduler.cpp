@@ -228,6 +228,7 @@ void Scheduler::move_singly(Transfer& joined) {
     const size_t position = spec.positions[index];
     TransferSpec own{spec.file, Segments(piece.memory, piece.nbytes), spec.offset + piece.begin, spec.write};
     own.lane = spec.lane;
+    own.lease = spec.lease.another();  // another thread may be closing the file
     auto made = Transfer::create(std::move(own), request, position, block_nbytes_for(piece.nbytes));
     if (!made) {
       faults.emplace(position, made.fault());

@@ -63,6 +63,7 @@ void Worker::run() {
     }
     if (added_nbytes_ == 0) copied_since_submit_ = 0;
   }
+  engine_->end();
 }
 
 bool Worker::fill() {

@@ -31,6 +31,22 @@ TEST_CASE("an allocation is aligned, zeroed and known by its addresses") {
   }
 }
 
+TEST_CASE("an allocation may end on another thread while it is looked up") {
+  std::atomic<uintptr_t> last{0};
+  std::atomic<bool> over{false};
+  std::thread maker([&] {
+    for (int round = 0; round < 20'000; ++round) {
+      const auto allocation = Allocation::create(4096, Locking::none);
+      last = reinterpret_cast<uintptr_t>(allocation->data());
+    }
+    over = true;
+  });
+  uint64_t found = 0;
+  while (!over) found += Allocation::containing(reinterpret_cast<void*>(last.load() + 8192), 1) != nullptr;
+  maker.join();
+  CHECK(found == 0);
+}
+
 TEST_CASE("memory that no system has is refused, not promised") {
   CHECK_FALSE(Allocation::create(SIZE_MAX / 4, Locking::none));
   CHECK_FALSE(Allocation::create(SIZE_MAX, Locking::none));

@@ -32,6 +32,8 @@ TEST_CASE("states that set attributes of anything, unknown memo entries and long
                "b."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93}K\1K\1sb."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93}K\1K\1s\x8c\1aK\1sb."sv) == 0);
+  // The same dict, fetched from the memo.
+  CHECK(end_of("}\x94(K\1K\1u\x8c\1m\x8c\1n\x93h\0\x8c\1aK\1sb\x86."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93K\1\x85\x81."sv) == 0);
   CHECK(end_of("Nh\0."sv) == 0);
   CHECK(end_of("N(u."sv) == 0);

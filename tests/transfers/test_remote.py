@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import Checksums, StorageError
+from tensorferry import Checksums, StorageError, _core
 from tensorferry.transfer.remote import as_path
 from tests.support import buckets, effort
 from tests.support.child import ROOT
@@ -312,6 +313,43 @@ def test_what_nobody_waits_for_is_not_asked_for_at_the_end(
     done = run(program, proxied)
     assert done.returncode == 0, done.stderr
     assert len(s3_proxy.asked("GET")) < 200
+
+
+class _WordlessError(Exception):
+    """An exception that fails when its text or errno is asked for."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    @property
+    def errno(self) -> int:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("raised", "errno_", "text"),
+    [
+        (ValueError("a surrogate: \udcff"), errno.EREMOTEIO, r"a surrogate: \\udcff"),
+        (_WordlessError(), errno.EREMOTEIO, "_WordlessError"),
+        (OSError(errno.ENOENT, "not there"), errno.ENOENT, "not there"),
+        (OSError(1 << 80, "too large"), errno.EREMOTEIO, "too large"),
+    ],
+)
+def test_any_exception_of_a_source_fails_the_read(
+    raised: Exception, errno_: int, text: str
+) -> None:
+    def read(offset: int, nbytes: int) -> None:
+        raise raised
+
+    file = _core.file_of_source("mem://x", 4096, (1 << 40) + 7, read)
+    scheduler = _core.Scheduler("threads", 1 << 20, 1 << 20, 16, 1, False)
+    request = scheduler.new_request(False, False, False, False, False)
+    memory = np.zeros(4096, np.uint8)
+    scheduler.submit(request, [file], [memory.ctypes.data], [4096], [0], [0], memory)
+    assert request.wait(60)
+    [(_, fault)] = request.failures()
+    assert fault.errno == errno_
+    assert re.search(text, str(fault))
 
 
 def test_nothing_is_written(stored: Bucket) -> None:
