@@ -115,9 +115,12 @@ def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
         assert "read host" in shown
         assert "threads 32K x 1" in shown
         assert str(place.store) in shown
+    for folders in ([], [place.folder, place.folder.parent, place.folder]):
+        (found,) = json.loads(place.run("--show", "--json", *folders).stdout)
+        assert found["settings"] == dataclasses.asdict(BAD)
     assert "(read host)" in place.run("--forget", place.folder).stdout
     assert not place.store.exists()
-    place.run("--forget")
+    assert place.run("--forget", "--json").stdout == "[]\n"
 
 
 def test_profiles_may_be_switched_off(place: Place) -> None:
@@ -220,7 +223,7 @@ def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
 def test_command_lines_of_ds_nvme_tune_work_unchanged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ds_nvme_tune.command.make_job.__kwdefaults__, "seconds", 1.0)
+    monkeypatch.setattr(ds_nvme_tune.command.make_job, "__defaults__", (1.0,))
     sweep = place.home / "theirs.json"
     content = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False]}
     content |= {"single_submit": [False, True], "io_parallel": [1]}

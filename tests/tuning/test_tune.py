@@ -65,7 +65,10 @@ def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
 ) -> None:
     (directory / "below").mkdir()
     folders = (directory, tmpfs_directory, directory / "below")
-    result = tune(job(*folders, directions=("read",), seconds=300.0), ignore)
+    shares: list[float] = []
+    telling = lambda progress: shares.append(progress.share)  # noqa: E731
+    result = tune(job(*folders, directions=("read",), seconds=300.0), telling)
+    assert shares[-1] > 0.5, "the third folder has no share"
     assert [each.folder for each in result.found] == [directory, tmpfs_directory]
     assert any("tuned already" in warning for warning in result.warnings)
     assert result.rates()["read"]["median"] == sum(e.rates["median"] for e in result.found)
@@ -108,7 +111,9 @@ def test_measuring_leaves_no_threads_and_descriptors(directory: Path) -> None:
 
 def test_time_left_is_known_from_the_beginning() -> None:
     seen: list[Progress] = []
-    progress = Progress(Job((Path("/a"), Path("/b")), seconds=10.0), seen.append)
+    folders = Path("/a"), Path("/b")
+    assert Progress(Job(folders, candidates=24 * GOOD), 2, ignore).seconds_left == 2 * 4 * 45
+    progress = Progress(Job(folders, seconds=10.0), 2, seen.append)
     assert progress.seconds_left == pytest.approx(20)
     progress.begin_part("first")(0.5)
     assert progress.share == pytest.approx(1 / 8)

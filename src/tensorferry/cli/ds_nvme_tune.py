@@ -62,20 +62,13 @@ def ds_nvme_tune(
 
     Options can also be written with underscores. `tensorferry tune` has more options.
     """
-    job = command.make_job(
-        nvme_dir,
-        io_size,
-        no_read=no_read,
-        no_write=no_write,
-        gpu=gpu,
-        gds=gds,
-        sweep_config=sweep_config,
-    )
+    given = dict(locals())
+    job = command.make_job(nvme_dir, given)
     with _exiting_for_log(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
     console = make_console()
-    for name, given in (("loops", loops > 1), ("flush_page_cache", flush_page_cache)):
-        if given:
+    for name, is_given in (("loops", loops > 1), ("flush_page_cache", flush_page_cache)):
+        if is_given:
             say(console, f"--{name} has no effect")
     folders = [str(folder) for folder in nvme_dir]
     say(console, printable(f"Running DeepNVMe performance tuning on {folders}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json as json_text
 import warnings
@@ -74,7 +75,8 @@ def tune(
         tuning.SECONDS,
         "--seconds",
         "N",
-        "The maximum time for each drive. More time can prove smaller gains.",
+        "The maximum time of measurements for each drive, with up to a dozen settings. More time can prove smaller "
+        "gains.",
         min=1,
         max=3600,
     ),
@@ -93,22 +95,14 @@ def tune(
     default again. Proven settings are stored for this file system, separately for reads and writes. Handles and files
     without explicit settings use them from then on. Otherwise nothing is stored. Prints the aio section for DeepSpeed.
     """
+    given = dict(locals())
     console = make_console()
     if show_stored and forget:
         raise ExitError(UNUSABLE, ["--show, --forget: choose one of them"])
     if show_stored or forget:
-        (_show if show_stored else _forget)(console, folders)
+        (_show if show_stored else _forget)(console, folders, as_json=as_json)
         return
-    job = make_job(
-        folders,
-        io_size,
-        no_read=no_read,
-        no_write=no_write,
-        gpu=gpu,
-        gds=gds,
-        sweep_config=sweep_config,
-        seconds=tuning.QUICK_SECONDS if quick else seconds,
-    )
+    job = make_job(folders, given, tuning.QUICK_SECONDS if quick else seconds)
     result = run(Console(stderr=True) if as_json else console, job, save=not no_save)
     if as_json:
         print_json(result.as_json())
@@ -117,28 +111,21 @@ def tune(
     exit_if_not_stored(result)
 
 
-def make_job(
-    folders: list[Path],
-    io_size: int | None,
-    *,
-    no_read: bool,
-    no_write: bool,
-    gpu: bool,
-    gds: bool,
-    sweep_config: Path | None,
-    seconds: float = tuning.SECONDS,
-) -> Job:
-    """Return the job for the options. Exit with 2 if they are invalid."""
+def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning.SECONDS) -> Job:
+    """Return the job for the options that tensorferry-ds-nvme-tune has, too. Exit with 2 if they are invalid."""
     problems = [] if folders else ["FOLDER: name a folder on the drive to tune"]
-    if no_read and no_write:
+    excluded = {"write": given["no_write"], "read": given["no_read"]}
+    if all(excluded.values()):
         problems.append("--no-read, --no-write: nothing is left to measure")
     candidates: list[Settings] = []
-    if sweep_config is not None:
+    if given["sweep_config"] is not None:
         try:
-            candidates = candidates_of_json(sweep_config, default_settings())
+            candidates = candidates_of_json(given["sweep_config"], default_settings())
         except ValueError as problem:
             problems.append(f"--sweep-config: {problem}")
-    if (gpu or gds) and (reason := gpus.gpu_refusal()):
+    gds = given["gds"]
+    gpu = given["gpu"] or gds
+    if gpu and (reason := gpus.gpu_refusal()):
         problems.append(f"{'--gds' if gds else '--gpu'}: {reason}")
     elif gds and (reason := gpus.gds_refusal()):
         problems.append(f"--gds: {reason}")
@@ -146,11 +133,11 @@ def make_job(
         raise ExitError(UNUSABLE, problems)
     return tuning.Job(
         tuple(folder.resolve() for folder in folders),
-        tuple(d for d, is_excluded in (("write", no_write), ("read", no_read)) if not is_excluded),
+        tuple(direction for direction in excluded if not excluded[direction]),
         tuple(candidates),
-        io_size,
+        given["io_size"],
         seconds,
-        tuple(range(gpus.device_count())) if gpu or gds else (None,),
+        tuple(range(gpus.device_count())) if gpu else (None,),
         gds,
         gds and gpus.gds_uses_cufile(),
     )
@@ -232,9 +219,9 @@ def conclusion(found: Finding) -> str:
     """Return a sentence with the choice and how well it is proven."""
     decision = found.decision
     subject = f"{found.folder}: {found.direction}"
-    if decision.nominee is None:
+    if decision.nominee is None and decision.speedups:
         return f"{subject}: the default settings: no others were at least 2 % faster"
-    if not decision.pairs or decision.low == decision.gain == 1.0:
+    if decision.nominee is None or decision.low == decision.gain == 1.0:
         return (
             f"{subject}: the default settings: in the given time the drive allowed too few measurements to prove that "
             "others are faster (remedy: more time, with tensorferry tune --seconds)"
@@ -278,7 +265,7 @@ def _explain(problem: OSError | MemoryError, job: Job) -> str:
 # Stored settings
 
 
-def _show(console: Console, folders: list[Path]) -> None:
+def _show(console: Console, folders: list[Path], *, as_json: bool) -> None:
     store = _store()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -287,7 +274,10 @@ def _show(console: Console, folders: list[Path]) -> None:
         raise ExitError(FAILED, [warning.message for warning in caught])
     if folders:
         systems = [profiles.file_system_of(folder) for folder in folders]
-        kept = [each for system in systems for each in profiles.profiles_of(system, kept)]
+        kept = [each for each in kept if any(map(each.file_system.is_same, systems))]
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in kept])
+        return
     if not kept:
         say(console, printable(f"no settings are stored in {store}"))
         return
@@ -313,18 +303,19 @@ def _number(found: Any, scale: float) -> str:
         return ""
 
 
-def _forget(console: Console, folders: list[Path]) -> None:
+def _forget(console: Console, folders: list[Path], *, as_json: bool) -> None:
     store = _store()
+    systems = [profiles.file_system_of(folder) for folder in folders]
     removed: list[Profile] = []
     try:
-        if folders:
-            for folder in folders:
-                removed += storing.forget(store, profiles.file_system_of(folder))
-        else:
-            removed += storing.forget(store)
+        for system in systems or (None,):
+            removed += storing.forget(store, system)
     except (OSError, ValueError) as problem:
         words = getattr(problem, "strerror", None) or problem
         raise ExitError(FAILED, [f"{store}: {words}"]) from None
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in removed])
+        return
     if not removed:
         say(console, printable(f"no settings are stored in {store}"))
     for profile in removed:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import parse_nbytes
-from tensorferry.transfer.defaults import MAX_PARALLELISM, MAX_QUEUE_DEPTH
+from tensorferry.transfer.defaults import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.transfer.runtime import engines
 from tensorferry.transfer.settings import Settings
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _MAX_COMBINATIONS = 256
-_MAX_BLOCK_NBYTES = (1 << 31) - 1
 # Block sizes and queue depths for one engine: blocks of other sizes than the default's 1 MiB, with enough of them in
 # flight to keep a drive busy; and blocks of 1 MiB with lower depths.
 _BLOCKS_AND_DEPTHS = (
@@ -50,11 +49,9 @@ def candidates(default: Settings) -> list[Settings]:
     workers = [2, 4] if len(os.sched_getaffinity(0)) > 1 else [2]
     found += [replace(default, intra_op_parallelism=count) for count in workers]
     found.append(replace(default, single_submit=True))
-    others = [each for each in available_engines() if each != default.engine]
-    if (
-        default.engine in available_engines()
-    ):  # not for cuFile, which cannot be replaced by another engine
-        found += [replace(default, engine=engine) for engine in others]
+    engines_here = available_engines()
+    if default.engine in engines_here:  # not for cuFile, which cannot be replaced by another engine
+        found += [replace(default, engine=each) for each in engines_here if each != default.engine]
     return found
 
 
@@ -107,7 +104,7 @@ def _parse(key: str, value: Any) -> Any:
             raise ValueError(f"{value!r}: {refusal}")
         return str(value)
     limits = {
-        "block_size": (512, _MAX_BLOCK_NBYTES),
+        "block_size": (512, MAX_BLOCK_NBYTES),
         "queue_depth": (1, MAX_QUEUE_DEPTH),
         **dict.fromkeys(("io_parallel", "intra_op_parallelism"), (1, MAX_PARALLELISM)),
     }

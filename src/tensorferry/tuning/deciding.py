@@ -55,7 +55,7 @@ class Decision:
     pairs : int
         The number of pairs.
     speedups : dict
-        The speed of all settings in the sweep, relative to the default.
+        The speed of all settings in the sweep, relative to the default. Empty if the drive is too slow for a sweep.
     """
 
     default: Settings
@@ -157,6 +157,10 @@ def decide(
     """
     sweep = _Sweep(default, measure, budget_seconds, on_progress)
     remaining = [default, *(each for each in dict.fromkeys(candidates) if each != default)]
+    sweep.log_seconds(default)
+    if sweep.spent_seconds * len(remaining) * _FIRST_ROUNDS > budget_seconds:
+        # The drive is so slow that the first rounds alone would exceed the budget, and no time would be left for pairs.
+        return Decision(default, default)
     sweep.rounds(remaining, _FIRST_ROUNDS)
     noise, done = sweep.noise(), _FIRST_ROUNDS
     for kept, errors in _STAGES:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +49,17 @@ class Job:
     directions: tuple[str, ...] = ("write", "read")
     candidates: tuple[Settings, ...] = ()  # empty: the default candidates, about a dozen
     nbytes: int | None = None  # the size of each file; None: chosen by the drive's speed
-    seconds: float = SECONDS  # the time of measurements for each folder
+    seconds: float = (
+        SECONDS  # the time of measurements for each folder, with up to a dozen candidates
+    )
     gpus: tuple[int | None, ...] = (None,)  # assigned to the folders in turn; None: host memory
     gds: bool = False  # transfer GPU memory as gds_handle does
     cufile: bool = False  # gds_handle uses cuFile, which bypasses host memory
+
+    @property
+    def folder_seconds(self) -> float:
+        """The time of measurements for each folder, which is longer with many candidates."""
+        return self.seconds * max(1.0, len(self.candidates) / _DOZEN)
 
 
 @dataclass(frozen=True)
@@ -107,10 +115,9 @@ class Result:
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
     measurements: list[dict[str, Any]] = field(default_factory=list)
-    stored_for: list[str] = field(
-        default_factory=list
-    )  # mount points, each with direction and memory
-    # The mount points, directions and memory of profiles that were dropped, because they are no longer proven.
+    # The mount points, directions and memory of profiles that were stored, and of those that were dropped because they
+    # are no longer proven.
+    stored_for: list[str] = field(default_factory=list)
     dropped_for: list[str] = field(default_factory=list)
     not_stored: str | None = None  # the error if profiles could not be stored
 
@@ -155,11 +162,11 @@ class Progress:
     A run has one part for each direction of each folder.
     """
 
-    def __init__(self, job: Job, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, job: Job, folders: int, on_progress: Callable[[Progress], None]) -> None:
         self.what = "preparing"
-        self._parts = len(job.folders) * len(job.directions)
+        self._parts = folders * len(job.directions)
         self._done, self._share_of_part = 0, 0.0
-        self._expected_seconds = len(job.folders) * job.seconds
+        self._expected_seconds = folders * job.folder_seconds
         self._begin = time.perf_counter()
         self._on_progress = on_progress
         on_progress(self)
@@ -222,15 +229,16 @@ def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True
     if job.cufile:
         default = dataclasses.replace(default, engine=CUFILE)
     result = Result(job, default)
-    progress = Progress(job, on_progress)
-    seen: list[tuple[profiles.FileSystem, int | None]] = []
+    chosen: list[tuple[Path, profiles.FileSystem, int | None]] = []
     for number, folder in enumerate(job.folders):
         system, gpu = profiles.file_system_of(folder), job.gpus[number % len(job.gpus)]
-        if any(system.is_same(other) and gpu == used for other, used in seen):
+        if any(system.is_same(other) and gpu == used for _, other, used in chosen):
             result.warnings.append(f"{folder}: skipped, because its file system is tuned already")
-            continue
-        seen.append((system, gpu))
-        _tune_folder(result, folder, system, gpu, progress)
+        else:
+            chosen.append((folder, system, gpu))
+    progress = Progress(job, len(chosen), on_progress)
+    for each in chosen:
+        _tune_folder(result, *each, progress)
     if save and job.cufile:
         result.warnings.append("not stored: gds_handle uses only explicit settings")
     elif save and path is None:
@@ -256,10 +264,12 @@ def _tune_folder(
         )  # allocates all blocks: reads of unwritten blocks would be too fast
         drive.samples.clear()
         result.warnings += _warnings(folder, system, drive)
-        tried = usable(job.candidates or candidates(default), drive, result.warnings)
+        tried = _usable(job.candidates or candidates(default), drive, result.warnings)
+        seconds = job.folder_seconds / len(job.directions)
         for direction in job.directions:
             set_share = progress.begin_part(f"{folder}: {direction}")
-            decision = decide_for(drive, direction, tried, default, job, set_share)
+            measure = functools.partial(drive.measure, direction=direction)
+            decision = decide(tried, default, measure, seconds, set_share)
             progress.end_part()
             rates = [drive.rates(each, direction) or {} for each in (decision.chosen, default)]
             use = direction, drive.memory
@@ -267,20 +277,7 @@ def _tune_folder(
         result.measurements += [{"folder": str(folder)} | each for each in drive.measurements()]
 
 
-def decide_for(
-    drive: Drive,
-    direction: str,
-    tried: Sequence[Settings],
-    default: Settings,
-    job: Job,
-    on_progress: Callable[[float], None],
-) -> Decision:
-    """Decide for one direction of a drive, within its share of the time."""
-    seconds = job.seconds * max(1.0, len(tried) / _DOZEN) / len(job.directions)
-    return decide(tried, default, lambda each: drive.measure(each, direction), seconds, on_progress)
-
-
-def usable(tried: Sequence[Settings], drive: Drive, warnings: list[str]) -> list[Settings]:
+def _usable(tried: Sequence[Settings], drive: Drive, warnings: list[str]) -> list[Settings]:
     """Return the settings with an available engine. Each is tried with one read, which also warms up."""
     found = []
     for settings in tried:
