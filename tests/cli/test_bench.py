@@ -83,6 +83,11 @@ def test_a_chart_is_drawn_too(directory: Path, tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.mktemp("chart") / "out.svg"
     measure(directory, "--plot", path, "--loops=1")
     assert "<svg" in path.read_text()
+    path.unlink()
+    path.symlink_to("/dev/full")
+    done = bench(directory, *SMALL, "--plot", path, expect=1)
+    assert len(json.loads(done.stdout)["results"]) == 2, "the figures are not lost"
+    assert done.stderr == f"tensorferry bench: --plot: {path}: No space left on device\n"
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
@@ -121,6 +126,8 @@ def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> No
     for folder in folders:
         folder.mkdir()
     mappings = [f"--folder_to_device_mapping={folder}:{n}" for n, folder in enumerate(folders)]
+    done = bench(mappings[0], "--io_size=1M", "--loops=1", "--write", "--multi_process=2")
+    assert "note: --multi-process has no effect" in done.stdout
     done = bench(*mappings, "--io_size=1M", "--loops=1", "--json")
     for result in json.loads(done.stdout)["results"]:
         assert [p["folder"] for p in result["processes"]] == [str(folder) for folder in folders]

@@ -58,8 +58,9 @@ def test_a_whole_training_is_predicted(directory: Path) -> None:
 
 
 def test_all_that_is_wrong_is_told_before_anything_is_measured() -> None:
-    done = bench("--offload=7B", "--io-size=3", expect=2)
-    assert re.findall(r"--[a-z-]+: ", done.stderr) == ["--offload: ", "--io-size: "]
+    done = bench("--offload=7B", "--io-size=3", "--queue-depth=4", "--plot=x.svg", expect=2)
+    options = ["--offload: ", "--queue-depth: ", "--plot: ", "--io-size: "]
+    assert re.findall(r"--[a-z-]+: ", done.stderr) == options
 
 
 def test_numbers_of_parameters_are_read_as_people_write_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -47,6 +48,8 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
+# The options that count with --offload.
+_OF_OFFLOAD = ("path", "folder", "offload", "training", "io_size", "loops", "as_json")
 # Explanations of a predicted step, for the optimizer alone and (True) for a complete training.
 _NOTES = {
     False: "A step takes the longer of I/O and arithmetic.",
@@ -189,13 +192,16 @@ def bench(
             raise ExitError(UNUSABLE, [f"--plot: {problem}"])
     results = measure(job)
     results.notes[:0] = notes
-    if plot is not None:
-        titles = {"write": "writing", "read": "reading"}
-        draw({titles[each.name]: each for each in results.comparisons}, plot)
     if as_json:
         print_json(results.as_dict())
     else:
         _show(results, make_console())
+    if plot is not None:  # after the figures, which must not be lost if the chart cannot be written
+        titles = {"write": "writing", "read": "reading"}
+        try:
+            draw({titles[each.name]: each for each in results.comparisons}, plot)
+        except OSError as error:
+            raise ExitError(FAILED, [f"--plot: {plot}: {error.strerror}"]) from None
 
 
 def measure(job: Job) -> Results:
@@ -239,7 +245,7 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
     problems += problems_of(job)
     if problems:
         raise ExitError(UNUSABLE, problems)
-    if len(places) not in (1, given["multi_process"]) and given["multi_process"] != 1:
+    if given["multi_process"] not in (1, len(places)):
         notes.append(
             "--multi-process has no effect: the number of processes is the number of entries in "
             f"--folder-to-device-mapping ({len(places)})"
@@ -333,6 +339,10 @@ def _predict(given: dict[str, Any]) -> None:
     except ValueError as error:
         raise ExitError(UNUSABLE, [f"--offload: {error}"]) from None
     problems = [] if len(folders) == 1 else ["--offload: needs one folder"]
+    for name, parameter in inspect.signature(bench).parameters.items():
+        default = getattr(parameter.default, "default", parameter.default)
+        if name not in _OF_OFFLOAD and given[name] != default:
+            problems.append(f"--{name.replace('_', '-')}: has no effect with --offload")
     if given["io_size"] < offload.SMALLEST_NBYTES:
         problems.append(f"--io-size: {given['io_size']} is less than 1M")
     if reason := offload.unusable_reason():

@@ -26,6 +26,13 @@ _SMALL_READ_AHEAD_KB = 128  # the kernel's own default
 _FUSE_REQUESTS = 32  # the requests of 1 MiB that tensorferry keeps in flight by default
 _BLOCK_KB, _LARGE_BLOCK_KB = 1024, 4096  # the block sizes of a handle's default settings
 _FIRST_DRIVER_OF_CUDA_13 = 580
+# The limits of a control group: the divisor for the unit of the text, and the text.
+_LIMITS = {
+    "rbps": (1e6, "MB/s of reads"),
+    "wbps": (1e6, "MB/s of writes"),
+    "riops": (1, "reads a second"),
+    "wiops": (1, "writes a second"),
+}
 # The remedy by which DeepSpeed uses tensorferry instead of its own engine.
 _SERVED = "TENSORFERRY_DEEPSPEED=1 in the environment, or tensorferry.deepspeed.install()"
 
@@ -55,23 +62,15 @@ class Advice:
     remedy: str
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule: the function ``examine``, with the values of ``level`` and ``about`` for the advice that it leads to."""
-
-    level: str
-    about: str
-    examine: Examine
-
-
-_RULES: list[Rule] = []  # within a level, advice has the order of this list
+# The rules: the level, the part of the report, and the function. Within a level, advice has the order of this list.
+_RULES: list[tuple[str, str, Examine]] = []
 
 
 def _rule(level: str, about: str) -> Callable[[Examine], Examine]:
     """Return a decorator that adds a function to the rules."""
 
     def register(examine: Examine) -> Examine:
-        _RULES.append(Rule(level, about, examine))
+        _RULES.append((level, about, examine))
         return examine
 
     return register
@@ -80,7 +79,7 @@ def _rule(level: str, about: str) -> Callable[[Examine], Examine]:
 def advise(facts: Facts) -> list[Advice]:
     """Return the advice for the facts of a report, most important first."""
     found = [
-        Advice(rule.level, rule.about, *texts) for rule in _RULES for texts in rule.examine(facts)
+        Advice(level, about, *texts) for level, about, examine in _RULES for texts in examine(facts)
     ]
     return sorted(found, key=lambda each: LEVELS.index(each.level))
 
@@ -251,13 +250,8 @@ def _throttled(facts: Facts) -> Iterator[tuple[str, str, str]]:
     for limit in known(facts, "control_groups", "io") or []:
         if limit["device"] in names:
             words = [
-                f"{limit[key] / 1e6:g} MB/s of {what}"
-                for key, what in (("rbps", "reads"), ("wbps", "writes"))
-                if key in limit
-            ]
-            words += [
-                f"{limit[key]:,} {what} a second"
-                for key, what in (("riops", "reads"), ("wiops", "writes"))
+                f"{limit[key] / scale:,.10g} {what}"
+                for key, (scale, what) in _LIMITS.items()
                 if key in limit
             ]
             yield (
@@ -362,16 +356,6 @@ def _deepspeeds_own(facts: Facts) -> Iterator[tuple[str, str, str]]:
         )
 
 
-@_rule("hint", "engines")
-def _forced(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    if forced := known(facts, "engines", "forced"):
-        yield (
-            f"TENSORFERRY_ENGINE={forced} forces the engine.",
-            "Faster engines are not tried, and there is no fallback if this one fails.",
-            "unset TENSORFERRY_ENGINE",
-        )
-
-
 @_rule("hint", "devices")
 def _queues(facts: Facts) -> Iterator[tuple[str, str, str]]:
     for device in _devices(facts):
@@ -415,19 +399,6 @@ def _numa(facts: Facts) -> Iterator[tuple[str, str, str]]:
             f"The drive is attached to NUMA node {node} of {len(nodes)}.",
             "With processors or memory of other nodes, each byte crosses the link between the sockets.",
             f"numactl --cpunodebind={node} --membind={node} python ...",
-        )
-
-
-@_rule("hint", "limits")
-def _locked_memory(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    locked = known(facts, "limits", "locked_memory")
-    if locked and not locked["exempt"] and locked["soft"] is not None and locked["soft"] < _GIB:
-        lasting = "docker run --ulimit memlock=-1 ..., or '* - memlock unlimited' in /etc/security/limits.conf"
-        yield (
-            f"RLIMIT_MEMLOCK is {locked['soft'] >> 10} KiB.",
-            "Above this limit, new_cpu_locked_tensor and tensorferry.empty return ordinary memory, with a warning. "
-            "Its speed is the same, but it can be swapped out. DeepSpeed's own engine ends the process in this case.",
-            "ulimit -l unlimited" if locked["hard"] is None else lasting,
         )
 
 
