@@ -22,6 +22,7 @@ from tensorferry.tuning.rounds import (
     throughput,
 )
 from tensorferry.tuning.scratch import make_cold, make_warm, remove, scratch_directory
+from tensorferry.tuning.workers import WorkerError
 from tests.support import required
 
 if TYPE_CHECKING:
@@ -149,6 +150,29 @@ def test_a_task_notices_a_file_that_was_changed(operation: str, directory: Path)
     with pytest.raises(ValidationError, match="differ"):
         task._methods["aio_handle"].check()
     task.end()
+
+
+def test_a_failure_of_any_process_ends_the_benchmark_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[object, ...]] = []
+
+    def call_all(workers: object, *call: object) -> list[list[str]]:
+        called.append(call)
+        if call[0] == "move":
+            raise WorkerError("process 0: No space left on device")
+        return [[]]
+
+    monkeypatch.setattr(bench, "call_all", call_all)
+    job = Job((Place(directory, 0),), ("write",), io_nbytes=1 << 16, compare=True)
+    with pytest.raises(bench.BenchError, match="No space left"):
+        bench.run(job)
+    assert [call[:2] for call in called] == [
+        ("begin", "write"),
+        ("prepare", "aio_handle"),
+        ("move", "aio_handle"),
+    ]
+    assert list(directory.iterdir()) == []
 
 
 def test_an_orphaned_task_removes_what_is_new_and_nothing_else(directory: Path) -> None:

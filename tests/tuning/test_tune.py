@@ -59,6 +59,14 @@ def test_nothing_is_ever_stored_for_files_in_memory_nor_where_it_is_not_wanted(
     assert not store.exists()
 
 
+def test_a_forced_engine_is_told_as_it_disables_what_is_stored(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", "threads")
+    result = tune(job(directory, directions=("read",)), ignore, save=False)
+    assert any("TENSORFERRY_ENGINE=threads" in warning for warning in result.warnings)
+
+
 @pytest.mark.usefixtures("bad_default")
 def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
     directory: Path, tmpfs_directory: Path, store: Path

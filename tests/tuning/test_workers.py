@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,13 @@ class Adder:
         if self.number == number:
             raise OSError(28, "No space left on device", "/some/file")
         signal.pause()  # forever, so waiting for this worker would hang
+
+    def fail_or_wait(self, number: int, path: Path) -> str:
+        if self.number == number:
+            raise OSError(28, "No space left on device", "/some/file")
+        while not path.exists():
+            time.sleep(0.01)
+        return "late"
 
     def die_if(self, number: int) -> None:
         if self.number == number:
@@ -80,6 +88,15 @@ def test_every_worker_answers_in_order(workers: list[Worker]) -> None:
 def test_a_failure_is_raised_at_once_with_its_words(workers: list[Worker]) -> None:
     with pytest.raises(WorkerError, match=r"process 1: .*No space left on device.*/some/file"):
         call_all(workers, "fail_if", 1)
+
+
+def test_an_answer_after_a_failure_is_not_taken_for_that_of_the_next_call(
+    workers: list[Worker], tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match="process 1: "):
+        call_all(workers, "fail_or_wait", 1, tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert call_all(workers, "add", 10) == [10, 11]
 
 
 def test_a_killed_worker_is_noticed_at_once_with_its_last_words(workers: list[Worker]) -> None:

@@ -219,7 +219,6 @@ def _measure(
     for notes in call_all(workers, "begin", operation, methods):
         results.notes += notes
     settings: dict[str, Any] = {}
-    failures: list[WorkerError] = []
 
     def measure(method: str, loop: int) -> Sample:
         try:
@@ -227,9 +226,8 @@ def _measure(
             if method == _FIO:
                 return _measure_fio(job, operation, files, loop, settings)
             moved = call_all(workers, "move", method)
-        except WorkerError as error:
-            failures.append(error)  # fio may be missing, but any other failure ends the benchmark
-            raise
+        except WorkerError as error:  # fio may be missing, but any other failure ends the benchmark
+            raise BenchError(str(error)) from error
         settings.update(moved[0]["settings"])
         return _combine(job.io_nbytes, moved)
 
@@ -242,8 +240,6 @@ def _measure(
     rounds = job.warmup_loops + job.loops
     comparison = take_turns(Comparison(operation, ""), contenders, rounds, on_progress)
     call_all(workers, "end")
-    if failures:
-        raise failures[0]
     for row in comparison.rows:
         if row.failure is not None:
             results.notes.append(f"without a comparison with {row.label}: {row.failure}")

@@ -8,7 +8,6 @@ not work, the time of a write includes a sync. The memory is on the host or on o
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -24,13 +23,13 @@ from tensorferry.transfer.arrays import memory_of
 from tensorferry.transfer.requests import start
 from tensorferry.transfer.runtime import close_scheduler, start_scheduler
 from tensorferry.tuning.machine.limits import available_nbytes
+from tensorferry.tuning.moving import pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tensorferry.transfer.settings import Settings
 
-_PATTERN_NBYTES = 4 << 20
 _MAX_IDLE = 16  # the number of schedulers that are kept for later rounds
 # A file takes at most this fraction (1/4) of the free space, and of the available memory.
 _FREE_SHARE = 4
@@ -200,12 +199,6 @@ def _gpu_tensor(number: int, nbytes: int) -> Any:
 
 
 def _fill(memory: memoryview) -> None:
-    """Fill memory with incompressible bytes that differ between any two blocks of 4 MiB.
-
-    Drives that compress or deduplicate data would otherwise be measured as too fast.
-    """
-    pattern = bytearray(random.Random(len(memory)).randbytes(min(len(memory), _PATTERN_NBYTES)))
-    for index, begin in enumerate(range(0, len(memory), _PATTERN_NBYTES)):
-        pattern[:8] = index.to_bytes(8, "little")
-        part = memory[begin : begin + _PATTERN_NBYTES]
-        part[:] = memoryview(pattern)[: len(part)]
+    """Fill memory with bytes that a drive cannot compress; otherwise it would be measured as too fast."""
+    for begin, part in pattern(len(memory), 1):
+        memory[begin : begin + len(part)] = part

@@ -61,7 +61,7 @@ class Config:
         """The words by which a comparison selects this configuration (see :class:`.rounds.Contender`)."""
         registered = "registered" if self.registered else "unregistered"
         pages = "huge" if self.huge_pages else "small"
-        return self.engine, self._block, f"qd{self.queue_depth}", registered, pages
+        return self.engine, self._block, registered, pages
 
     def arguments(self) -> list[str]:
         """Return fio's options."""

@@ -23,6 +23,7 @@ from tensorferry.tuning.scratch import make_cold, remove
 from tensorferry.tuning.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tensorferry.tuning.bench import Files, Job
@@ -88,18 +89,7 @@ class Memory:
         Each page begins with its number and the stamp, so a validation detects stale, lost and misplaced pages. With
         stamp 0, fill the memory with zeros instead.
         """
-        block = random.Random(0).randbytes(1 << 20) * (_CHUNK_NBYTES >> 20)
-        for begin in range(0, self.nbytes, _CHUNK_NBYTES):
-            part = bytearray(
-                block[: self.nbytes - begin] if stamp else min(_CHUNK_NBYTES, self.nbytes - begin)
-            )
-            words = memoryview(part)[: len(part) // 8 * 8].cast("Q")
-            if stamp and len(words):
-                first = (stamp << 32) + begin // _PAGE_NBYTES
-                count = len(words[:: _PAGE_NBYTES // 8])
-                words[:: _PAGE_NBYTES // 8] = memoryview(
-                    array.array("Q", range(first, first + count))
-                )
+        for begin, part in pattern(self.nbytes, stamp):
             self.host[begin : begin + len(part)] = part
             if self.device is not None:
                 self.device[begin : begin + len(part)].copy_(_tensor_on(memoryview(part)))
@@ -124,6 +114,20 @@ class Memory:
             import torch
 
             torch.cuda.synchronize(self.device.device)
+
+
+def pattern(nbytes: int, stamp: int) -> Iterator[tuple[int, bytearray]]:
+    """Yield the offsets and the bytes of chunks of the pattern with which :meth:`Memory.fill` fills memory."""
+    block = random.Random(0).randbytes(1 << 20) * (_CHUNK_NBYTES >> 20)
+    for begin in range(0, nbytes, _CHUNK_NBYTES):
+        length = min(_CHUNK_NBYTES, nbytes - begin)
+        part = bytearray(block[:length] if stamp else length)
+        words = memoryview(part)[: length // 8 * 8].cast("Q")
+        if stamp and len(words):
+            first = (stamp << 32) + begin // _PAGE_NBYTES
+            count = len(words[:: _PAGE_NBYTES // 8])
+            words[:: _PAGE_NBYTES // 8] = memoryview(array.array("Q", range(first, first + count)))
+        yield begin, part
 
 
 def _tensor_on(view: memoryview) -> Any:

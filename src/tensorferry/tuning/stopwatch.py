@@ -7,6 +7,8 @@ import resource
 import time
 from pathlib import Path
 
+from tensorferry.tuning.machine.probe import fields
+
 
 class Stopwatch:
     """A context manager that measures the whole process while its block runs.
@@ -37,7 +39,7 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self.ended = time.monotonic()
         self.cpu_seconds = _cpu_seconds() - self._cpu_start
-        self.peak_nbytes = _status("VmHWM")
+        self.peak_nbytes = _peak_nbytes()
         if self._resident is not None and self.peak_nbytes is not None:
             self.peak_growth_nbytes = max(0, self.peak_nbytes - self._resident)
 
@@ -51,13 +53,11 @@ def _reset_peak() -> int | None:
     """Reset VmHWM to the current resident memory, and return this size, or None if the kernel does not support it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmHWM")
+        return _peak_nbytes()
     return None
 
 
-def _status(name: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
+def _peak_nbytes() -> int | None:
+    with contextlib.suppress(OSError, KeyError):
+        return int(fields(Path("/proc/self/status"))["VmHWM"].split()[0]) * 1024
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,6 +244,10 @@ def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True
         result.warnings.append("not stored: gds_handle uses only explicit settings")
     elif save and path is None:
         result.warnings.append("not stored: profiles are disabled by TENSORFERRY_PROFILES=0")
+    if forced := os.environ.get("TENSORFERRY_ENGINE"):
+        result.warnings.append(
+            f"TENSORFERRY_ENGINE={forced} is set: stored settings are not used with it"
+        )
     if store is not None:
         _store(result, store)
     result.seconds = time.perf_counter() - begin

@@ -172,8 +172,9 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
 
     Raises
     ------
-    WorkerError
-        A method raised, or a process died. This is raised at once, even if other calls have not ended.
+    WorkerError, UnavailableError
+        As for :meth:`Worker.call`. This is raised at once, and processes whose calls have not ended are killed. A later
+        call starts them again.
     """
     for worker in workers:
         worker.begin(name, *arguments)
@@ -184,8 +185,11 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
             number = numbers[cast("int", ready)]
             try:
                 answers[number] = workers[number].end()
-            except WorkerError as error:
-                raise WorkerError(f"process {number}: {error}") from None
+            except (UnavailableError, WorkerError) as error:
+                # The answers that are still missing must not be taken for those of the next call.
+                for other in set(numbers.values()) - answers.keys() - {number}:
+                    workers[other]._stop(kill=True)
+                raise type(error)(f"process {number}: {error}") from None
     return [answers[number] for number in range(len(workers))]
 
 
