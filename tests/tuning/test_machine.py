@@ -409,6 +409,7 @@ def torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         ("raise ImportError('libcudart.so.13 is missing')", "libcudart.so.13 is missing", 300.0),
         ("import time; time.sleep(600)", "within the time limit", 0.5),
         ("import sys; sys.exit('no reason')", "no reason", 300.0),
+        ("import sys; sys.exit()", "its process ended with 0", 300.0),
     ],
 )
 def test_a_library_that_breaks_is_unknown_with_the_reason_and_leaves_no_process(

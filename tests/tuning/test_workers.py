@@ -105,6 +105,17 @@ def test_a_killed_worker_is_noticed_at_once_with_its_last_words(workers: list[Wo
         call_all(workers, "die_if", 0)
 
 
+def test_a_call_that_takes_too_long_is_not_said_to_lack_memory(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert workers[0].call("add", 1) == 1
+    monkeypatch.setattr("tensorferry.tuning.workers._CALL_SECONDS_MAX", 0.01)
+    with pytest.raises(
+        WorkerError, match=r"^it was killed, because a call took longer than 0.01 s$"
+    ):
+        workers[0].call("die_if", 7)
+
+
 def test_a_worker_that_leaves_is_noticed_and_another_takes_its_place() -> None:
     with closing([Worker(f"{HERE}:Adder", 1)]) as (worker,):
         with pytest.raises(WorkerError, match="exited with status 3"):

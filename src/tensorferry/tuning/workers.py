@@ -83,13 +83,22 @@ class Worker:
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        timer = threading.Timer(_CALL_SECONDS_MAX, process.kill)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(_CALL_SECONDS_MAX, expire)
         timer.daemon = True  # if Ctrl-C interrupts before the `try`, the timer must not keep this process alive
         try:
             timer.start()
             kind, answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise WorkerError(self._exit_reason()) from None
+            reason = self._exit_reason()
+            if expired.is_set():
+                reason = f"it was killed, because a call took longer than {_CALL_SECONDS_MAX:g} s"
+            raise WorkerError(reason) from None
         finally:
             timer.cancel()
         if kind == "unavailable":

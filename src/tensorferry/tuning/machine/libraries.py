@@ -88,7 +88,7 @@ def _answer_of(child: subprocess.Popen[str], timeout_seconds: float) -> Facts:
     code = child.returncode
     if code < 0:
         return unknown(f"loading it killed the process by {signal.Signals(-code).name}")
-    if code > 0:
+    if code > 0 or not facts:  # an import may end the process
         return unknown((complaints.strip().splitlines() or [f"its process ended with {code}"])[-1])
     found: Facts = json.loads(facts)
     return found
