@@ -2,7 +2,7 @@
 
 The server on loopback answers as S3 does, and sends the files of a folder by sendfile. moto would copy the whole object
 for each request, which would dominate the time. The server and its clients share the processors. In the runs with a
-delay each answer waits, and the number of concurrent requests decides. Optional peers take part if they are installed.
+delay each answer waits, and the number of concurrent requests decides.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Client:
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
             "AWS_EC2_METADATA_DISABLED": "true",
-            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
         }
         self.url = f"s3://{_BUCKET}/{_NAME}"
 
@@ -77,28 +76,6 @@ class Client:
         touch_free_memory()
         with Stopwatch() as watch:
             found = dict(load_files(self.url))
-        return watch.result(_checked(found))
-
-    def runai(self) -> dict[str, Any]:
-        """Load with Run:ai's streamer, 16 requests at a time; the streamer reuses its memory, so copy each tensor."""
-        os.environ["RUNAI_STREAMER_CONCURRENCY"] = "16"
-        from runai_model_streamer import SafetensorsStreamer
-
-        with Stopwatch() as watch, SafetensorsStreamer() as streamer:
-            streamer.stream_file(self.url)
-            found = {name: tensor.clone() for name, tensor in streamer.get_tensors()}
-        return watch.result(_checked(found))
-
-    def s3fs(self) -> dict[str, Any]:
-        """Read the object with s3fs, and parse the bytes with safetensors."""
-        import safetensors.torch
-        from s3fs import S3FileSystem
-
-        touch_free_memory()
-        with Stopwatch() as watch:
-            fs = S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"])
-            with fs.open(self.url, "rb") as file:
-                found = safetensors.torch.load(file.read())
         return watch.result(_checked(found))
 
 
@@ -135,8 +112,6 @@ def load(bench: Bench) -> None:
         delaying = [sys.executable, "-m", "tests.support.fault_proxy", server, str(_DELAY_SECONDS)]
         proxy = stack.enter_context(buckets.serving(delaying))
         ways = _WAYS[:1] if bench.smoke else _WAYS
-        peers = {"runai": "runai_model_streamer", "s3fs": "s3fs"}
-        peers = {call: name for call, name in peers.items() if importlib.util.find_spec(name)}
         for where, endpoint in (("loopback", server), ("50 ms for each answer", proxy)):
             client = bench.worker(Client, endpoint=endpoint)
             limits = {
@@ -150,7 +125,6 @@ def load(bench: Bench) -> None:
                 f"a model in a bucket, {where}",
                 "into tensors; obstore into bytes",
                 ours={call: measured(client, call) for call in calls},
-                peer={call: measured(client, call) for call in peers},
                 limit=limits,
             )
             best = comparison.best("limit")
@@ -161,7 +135,3 @@ def load(bench: Bench) -> None:
                 1.3,
                 comparison.cpu_over("load_files", best),
             )
-            for call, least in (("runai", 1.0), ("s3fs", 3.0)):
-                if call in peers:
-                    over = comparison.over("load_files", call)
-                    bench.at_least(f"load_files over {call}, {where}", least, over)
