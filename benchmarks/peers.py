@@ -35,13 +35,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
-def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tensor:
-    """Return touched memory of plain torch; it begins ``misalignment`` bytes, if given, after a 4 KiB boundary."""
-    if misalignment is None:
-        return torch.empty(nbytes, dtype=torch.uint8).fill_(1)
-    base = torch.empty(nbytes + 8192, dtype=torch.uint8)
-    start = -base.data_ptr() % 4096 + misalignment
-    return base[start : start + nbytes].fill_(1)
+def ordinary_tensor(nbytes: int) -> torch.Tensor:
+    """Return touched memory of plain torch."""
+    return torch.empty(nbytes, dtype=torch.uint8).fill_(1)
 
 
 def new_tensor(nbytes: int, aligned: bool) -> torch.Tensor:
@@ -65,7 +61,7 @@ class TransferPeer:
         """Time a write of the pattern; if ``check``, compare the file with the pattern."""
         self.fill(seed)
         self.prepare(path, True, **options)
-        with self.clock() as watch:
+        with Stopwatch() as watch:
             self.save(path, **options)
         if check and not self.written(path, seed, **options):
             raise MeasurementError("wrote other bytes than those of the tensor")
@@ -75,7 +71,7 @@ class TransferPeer:
         """Time a read of the pattern, and compare the memory with the pattern."""
         self.prepare(path, False, **options)
         self.clear()
-        with self.clock() as watch:
+        with Stopwatch() as watch:
             self.load(path, **options)
         if not self.holds(seed, options.get("offset", 0)):
             raise MeasurementError("read other bytes than the file holds")
@@ -95,9 +91,6 @@ class TransferPeer:
     def clear(self) -> None:
         self.tensor.zero_()
 
-    def clock(self) -> Stopwatch:
-        return Stopwatch()
-
     def result(self, watch: Stopwatch) -> dict[str, Any]:
         return watch.result(self.tensor.nbytes)
 
@@ -105,8 +98,8 @@ class TransferPeer:
 class Handle(TransferPeer):
     """Blocking calls of ``aio_handle``, one handle for each set of options, with a locked tensor or plain memory."""
 
-    def __init__(self, nbytes: int, locked: bool, options: dict[str, Any] | None = None) -> None:
-        self.make = functools.cache(lambda **own: self.kind()(**(options or {}) | own))
+    def __init__(self, nbytes: int, locked: bool) -> None:
+        self.make = functools.cache(lambda **options: self.kind()(**options))
         if locked:
             self.owner = self.make()
             example = torch.empty(0, dtype=torch.uint8)

@@ -8,24 +8,18 @@ the memory that a contender needs in addition to the tensor. The fast block devi
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import peers
 from benchmarks.bench import GIB, LARGE, MIB, Config, first, measured, reads, scenario, writes
 from benchmarks.memory import write_pattern
-from tensorferry.tuning import tune as tuning
-from tensorferry.tuning.candidates import default_settings
-from tensorferry.tuning.drive import Drive
-from tensorferry.tuning.rounds import Sample
 from tensorferry.tuning.scratch import make_cold, make_warm, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.bench import Bench, Measure
-    from tensorferry.transfer.settings import Settings
     from tensorferry.tuning.rounds import Comparison
 
     Ways = dict[str, dict[str, Measure]]  # by kind and label
@@ -40,6 +34,7 @@ LOCKED = "tensorferry handle, locked"
 PLAIN = "tensorferry handle, torch.empty"
 ODD = f"tensorferry handle, torch.empty, + {ODD_NBYTES:,} bytes at offset {ODD_OFFSET}"
 FUNCTIONS = "tensorferry.write/read, torch.empty"
+DIRECT = "plain Python, O_DIRECT 8 MiB blocks"
 
 
 def fresh_and_cold(
@@ -70,37 +65,13 @@ def fresh_and_cold(
 
 @scenario
 def large(bench: Bench) -> None:
-    """Compare the default handle with fio's best configuration."""
-    targets = {LOCKED: 0.97, PLAIN: 0.92, ODD: 0.92}
-    for comparison, what in _large(bench, "large", {}, LARGE, targets):
-        for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
-            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # our block size
-            over = comparison.cpu_over(LOCKED, least)
-            note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
-            bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
-
-
-@scenario
-def loop(bench: Bench) -> None:
-    """Compare the same transfers on a fast block device."""
-    with bench.on_drives(3 * (bench.nbytes + 2 * ODD_NBYTES) + 64 * MIB) as (quick,):
-        _large(quick, "loop", {"queue_depth": LOOP_DEPTH}, LOOP_FIOS, {LOCKED: 0.95})
-
-
-def _large(
-    bench: Bench,
-    name: str,
-    options: dict[str, Any],
-    configs: list[Config],
-    targets: dict[str, float],
-) -> list[tuple[Comparison, str]]:
-    """Write and read one large tensor. The targets are fractions of the speed of fio's best configuration."""
+    """Compare the default handle with fio's best configuration. The targets are fractions of fio's speed."""
     nbytes, odd_nbytes = bench.nbytes, bench.nbytes + ODD_NBYTES
     worker = bench.worker
     ours = {
-        LOCKED: worker(peers.Handle, nbytes=nbytes, locked=True, options=options),
-        PLAIN: worker(peers.Handle, nbytes=nbytes, locked=False, options=options),
-        ODD: worker(peers.Handle, nbytes=odd_nbytes, locked=False, options=options),
+        LOCKED: worker(peers.Handle, nbytes=nbytes, locked=True),
+        PLAIN: worker(peers.Handle, nbytes=nbytes, locked=False),
+        ODD: worker(peers.Handle, nbytes=odd_nbytes, locked=False),
         "tensorferry.write/read, tensorferry.empty": worker(
             peers.Functions, nbytes=nbytes, aligned=True
         ),
@@ -108,7 +79,7 @@ def _large(
     }
     theirs = {
         "plain Python write + fsync, readinto": worker(peers.Buffered, nbytes=nbytes),
-        "plain Python, O_DIRECT 8 MiB blocks": worker(peers.Direct, nbytes=nbytes),
+        DIRECT: worker(peers.Direct, nbytes=nbytes),
     }
 
     def ways(action: Callable[..., Measure]) -> Ways:
@@ -119,17 +90,21 @@ def _large(
         }
 
     # The source has room for the longest read, which begins at an offset.
-    found = fresh_and_cold(bench, name, ways, configs, ODD_OFFSET + odd_nbytes)
-    if not any(config.huge_pages for config in bench.usable(configs)):
+    found = fresh_and_cold(bench, "large", ways, LARGE, ODD_OFFSET + odd_nbytes)
+    if not any(config.huge_pages for config in bench.usable(LARGE)):
         bench.note("no free huge pages: fio's configurations with huge pages are missing")
     pool_nbytes = ours[FUNCTIONS].call("pool_nbytes")
     for comparison, what in found:
-        for label, target in targets.items():
+        for label, target in {LOCKED: 0.97, PLAIN: 0.92, ODD: 0.92}.items():
             short = label.removeprefix("tensorferry handle, ")
             bench.over_fio(f"{what}, {short}", target, comparison, label)
         peak = f"{what}, growth of peak memory, bounce pool ({pool_nbytes // MIB} MiB) + 16 MiB"
         bench.peak(peak, pool_nbytes + _GROWTH_NBYTES_MAX, comparison, FUNCTIONS)
-    return found
+        for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
+            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # our block size
+            over = comparison.cpu_over(LOCKED, least)
+            note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
+            bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
 
 
 # Our handle compared with DeepSpeed's, in each of its configurations, with locked and ordinary memory
@@ -297,7 +272,6 @@ def striped(bench: Bench) -> None:
 
 READINTO = "plain Python readinto"
 TOLD = "tensorferry.read direct=True"
-DIRECT = "plain Python, O_DIRECT 8 MiB blocks"
 
 
 @scenario
@@ -333,39 +307,3 @@ def warm(bench: Bench) -> None:
     for label in by_itself:
         over = comparison.over(label, better)
         bench.at_least(f"warm: {label}", 0.95, over, comparison.describe(better, "faster way"))
-
-
-# The settings that `tensorferry tune` stores compared with the default settings, measured again
-
-TUNED, DEFAULT = "settings of tune", "default settings"
-
-
-@scenario
-def tune(bench: Bench) -> None:
-    """Check that the stored settings are not slower than the default ones, in turns, on a separate file."""
-    seconds = 4.0 if bench.smoke else tuning.SECONDS
-    job = tuning.Job((bench.directory,), seconds=seconds, nbytes=16 * MIB if bench.smoke else None)
-    result = tuning.tune(job, lambda _: None, save=False)
-    nbytes = 16 * MIB if bench.smoke else 256 * MIB
-    with Drive(bench.directory, nbytes) as drive:
-        drive.measure(default_settings(), "write")
-        for found in result.found:
-            ways = {TUNED: found.decision.chosen, DEFAULT: found.decision.default}
-            moves = {label: _on(drive, each, found.direction) for label, each in ways.items()}
-            comparison = bench.compare(
-                f"tune: {found.direction}", "overwritten in place", ours=moves
-            )
-            over = comparison.over(TUNED, DEFAULT)
-            chosen = dataclasses.astuple(found.decision.chosen)
-            bench.at_least(
-                f"tune: {found.direction}, {TUNED} over the default", 0.98, over, str(chosen)
-            )
-    bench.at_most("tune: time", 60, result.seconds, unit="s")
-
-
-def _on(drive: Drive, settings: Settings, direction: str) -> Measure:
-    def measure(_: int) -> Sample:
-        seconds = drive.measure(settings, direction)
-        return Sample(drive.nbytes / 1e9 / seconds, seconds, drive.nbytes)
-
-    return measure

@@ -6,17 +6,12 @@ lower limit.
 
 Rules: every write uses a new file, and its time includes the fsync. A read ends when the GPU has the bytes. Before each
 read the file is dropped from the page cache, except on tmpfs, which keeps its files there. Host memory that peers need
-is allocated before the clock starts. The pattern is made and checked on the GPU. The sizes are ``--nbytes``, and eight
-times as much if the machine has enough memory.
+is allocated before the clock starts. The pattern is made and checked in host memory.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tensorferry
+from benchmarks import memory
 from benchmarks.bench import (
     GIB,
     MIB,
@@ -31,31 +27,26 @@ from benchmarks.bench import (
     Figure,
     Outcome,
     Settings,
-    bench_in,
     contenders_of,
     measured,
     reads,
+    scenario,
     writes,
 )
 from benchmarks.memory import Stopwatch, write_pattern
-from benchmarks.peers import TransferPeer, async_io, move, succeed
+from benchmarks.peers import TransferPeer, async_io, byte_view, move, succeed
 from tensorferry import _core
 from tensorferry.transfer.publication import sync_file
 from tensorferry.tuning import fio
 from tensorferry.tuning.gpus import gpu_refusal
-from tensorferry.tuning.machine.kernel import status_of_process
-from tensorferry.tuning.machine.limits import available_nbytes
-from tensorferry.tuning.rounds import Comparison, Contender, Kind, MeasurementError, Row
+from tensorferry.tuning.rounds import Comparison, Contender, Kind, Row
 from tensorferry.tuning.scratch import remove
 from tensorferry.tuning.workers import UnavailableError, Worker
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
-_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of benchmarks.memory, as a signed 64-bit integer
-_CHUNK_WORDS = 8 << 20
 _COPY_NBYTES = 256 * MIB
-_SAMPLE_SECONDS = 0.01
 
 
 def check_gpu() -> None:
@@ -71,29 +62,7 @@ class Device:
         check_gpu()
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": torch.cuda.get_device_name(),
-            "free_nbytes": torch.cuda.mem_get_info()[0],
-            "torch": torch.__version__,
-        }
-
-
-def fill(tensor: torch.Tensor, seed: int) -> None:
-    """Fill a byte tensor with the pattern of the files; its size is a multiple of 8."""
-    for part, words in _parts(tensor, seed):
-        part.copy_(words)
-
-
-def matches(tensor: torch.Tensor, seed: int) -> bool:
-    """Return whether a byte tensor holds the pattern."""
-    return all(torch.equal(part, words) for part, words in _parts(tensor, seed))
-
-
-def _parts(tensor: torch.Tensor, seed: int) -> Any:
-    for number, part in enumerate(tensor.view(torch.int64).split(_CHUNK_WORDS)):
-        first = seed + number * _CHUNK_WORDS
-        words = torch.arange(first, first + part.numel(), device=part.device)
-        yield part, words * _MULTIPLIER
+        return {"name": torch.cuda.get_device_name(), "torch": torch.__version__}
 
 
 class TensorPeer(TransferPeer):
@@ -111,7 +80,7 @@ class TensorPeer(TransferPeer):
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def pinned_nbytes(self) -> int:
-        """Return the pinned host memory of this contender; the kernel's counters omit what NVIDIA's driver pins."""
+        """Return the pinned host memory of this contender."""
         return 0
 
     def details(self) -> dict[str, Any]:
@@ -126,22 +95,20 @@ class TensorPeer(TransferPeer):
         _synchronize(self.tensor)
 
     def fill(self, seed: int) -> None:
-        fill(self.tensor, seed)
+        content = torch.empty(self.tensor.nbytes, dtype=torch.uint8)
+        memory.fill(byte_view(content), seed)
+        self.tensor.copy_(content)
         _synchronize(self.tensor)
 
     def holds(self, seed: int, offset: int) -> bool:
-        return matches(self.tensor, seed)
+        return memory.matches(byte_view(self.tensor.cpu()), seed, offset)
 
     def clear(self) -> None:
         super().clear()
         _synchronize(self.tensor)
 
-    def clock(self) -> Stopwatch:
-        return LockedMemoryStopwatch()
-
     def result(self, watch: Stopwatch) -> dict[str, Any]:
-        assert isinstance(watch, LockedMemoryStopwatch)
-        pinned = max(watch.locked_nbytes, self.pinned_nbytes())
+        pinned = self.pinned_nbytes()
         return watch.result(self.tensor.nbytes, locked_nbytes=pinned, **self.details())
 
 
@@ -189,29 +156,6 @@ class DeepSpeedHandle(TensorPeer):
 
     def get(self, path: Path) -> None:
         succeed(self.handle.sync_pread(self.tensor, str(path), 0))
-
-
-class KvikIO(TensorPeer):
-    """kvikio's ``CuFile`` with a number of threads."""
-
-    def __init__(self, nbytes: int, threads: int) -> None:
-        os.environ["KVIKIO_NTHREADS"] = str(threads)
-        import kvikio  # type: ignore[import-not-found]
-
-        super().__init__(nbytes)
-        self.open = kvikio.CuFile
-
-    def put(self, path: Path) -> None:
-        self._move(path, "w")
-
-    def get(self, path: Path) -> None:
-        self._move(path, "r")
-
-    def _move(self, path: Path, mode: str) -> None:
-        with self.open(str(path), mode) as file:
-            nbytes = (file.write if mode == "w" else file.read)(self.tensor)
-        if nbytes != self.tensor.nbytes:
-            raise MeasurementError(f"moved {nbytes} of {self.tensor.nbytes} bytes")
 
 
 class CopyThen(TensorPeer):
@@ -298,44 +242,15 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     """Return touched, page-aligned memory: pinned, or in transparent huge pages if the kernel has them."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
-    memory = mmap.mmap(-1, nbytes)
+    pages = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-
-
-class LockedMemoryStopwatch(Stopwatch):
-    """A stopwatch that also samples the kernel's counters of locked and pinned memory, every 10 ms."""
-
-    locked_nbytes = 0
-
-    def __enter__(self) -> LockedMemoryStopwatch:
-        self._before = _locked_nbytes()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            self.locked_nbytes = max(self.locked_nbytes, _locked_nbytes() - self._before)
-            time.sleep(_SAMPLE_SECONDS)
-
-
-def _locked_nbytes() -> int:
-    values = status_of_process()
-    return sum(int(values.get(name, "0 kB").split()[0]) for name in ("VmLck", "VmPin")) * 1024
 
 
 # The scenario
@@ -344,8 +259,6 @@ SEED = 17
 OURS = "tensorferry aio_handle"
 _PEERS = "benchmarks.scenarios.gpu"
 _TMPFS = Path("/dev/shm")
-_LARGER = 8
-_LARGER_ROUNDS_MAX = 5
 _THREADS = (1, 4, 16)
 _LOCKED_MIB_MAX = 128
 _IN_MEMORY_FIOS = [Config("psync", MIB, 1, direct=False)]
@@ -355,60 +268,28 @@ _FIOS = [
     Config("libaio", MIB, 128),
     Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
 ]
-# The memory that a run needs, as a number of tensors of its size: the workers below are alive at the same time.
-_GPU_TENSORS = 7
-_PINNED_TENSORS = 3  # two whole copies, and DeepSpeed's
-_FILES = 2
 
 
-def run(settings: Settings) -> Outcome:
+@scenario
+def run(bench: Bench) -> None:
     """Run the scenario on the file system of ``--directory``."""
-    return _run(settings, "gpu", memory_file_system=False)
+    _run(bench, "gpu", memory_file_system=False)
 
 
 def run_on_tmpfs(settings: Settings) -> Outcome:
     """Run the scenario on tmpfs, where the copies to the GPU or those of the kernel are the limit."""
-    return _run(replace(settings, directory=_TMPFS), "gpu on tmpfs", memory_file_system=True)
+    on_tmpfs = scenario(lambda bench: _run(bench, "gpu on tmpfs", memory_file_system=True))
+    return on_tmpfs(replace(settings, directory=_TMPFS))
 
 
-def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
-    outcome = Outcome()
-    with bench_in(settings, outcome) as bench:
-        device = bench.worker(f"{_PEERS}:Device").call("describe")
+def _run(bench: Bench, name: str, *, memory_file_system: bool) -> None:
+    device = bench.worker(f"{_PEERS}:Device").call("describe")
     bench.note(f"{device['name']}, torch {device['torch']}")
-    for factor in (1,) if settings.smoke else (1, _LARGER):
-        sized = replace(settings, nbytes=factor * settings.nbytes)
-        if factor > 1:
-            sized = replace(sized, rounds=min(settings.rounds, _LARGER_ROUNDS_MAX))
-        lack = lacking(sized.nbytes, device["free_nbytes"], settings.directory, memory_file_system)
-        if lack and factor == 1:
-            raise UnavailableError(lack)
-        if lack:
-            bench.note(lack)
-            continue
-        with bench_in(sized, outcome) as bench:
-            for comparison, verb in _transfers(bench, name, memory_file_system):
-                outcome.figures += figures(comparison, f"{name}: {size(sized.nbytes)} {verb}")
+    for comparison, verb in _transfers(bench, name, memory_file_system):
+        what = f"{name}: {bench.nbytes / GIB:.3g} GiB {verb}"
+        bench.outcome.figures += figures(comparison, what)
     if not fio.installed():
         bench.note("fio is not installed: plain system calls give the file system's limit")
-    return outcome
-
-
-def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool) -> str:
-    """Return a message about the memory or space that a tensor of nbytes lacks, or an empty string."""
-    host = _PINNED_TENSORS + (_FILES if in_memory else 0)
-    loops = len(_THREADS) * min(nbytes, GIB)
-    wanted = {
-        "GPU memory": (_GPU_TENSORS * nbytes + GIB, gpu_free_nbytes),
-        "host memory": (host * nbytes + loops, available_nbytes()),
-        str(directory): (_FILES * nbytes + 64 * MIB, shutil.disk_usage(directory).free),
-    }
-    short = [
-        f"{needed / GIB:.1f} GiB of {what} ({there / GIB:.1f} GiB free)"
-        for what, (needed, there) in wanted.items()
-        if there < needed
-    ]
-    return f"{size(nbytes)} is left out: it needs {' and '.join(short)}" if short else ""
 
 
 def limits(comparison: Comparison) -> list[Row]:
@@ -440,10 +321,6 @@ def figures(comparison: Comparison, what: str) -> list[Figure]:
     ]
 
 
-def size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.3g} GiB"
-
-
 def _transfers(bench: Bench, name: str, memory_file_system: bool) -> list[tuple[Comparison, str]]:
     target, source = bench.directory / "target", bench.directory / "source"
     configs = _IN_MEMORY_FIOS if memory_file_system else _FIOS
@@ -455,7 +332,7 @@ def _transfers(bench: Bench, name: str, memory_file_system: bool) -> list[tuple[
         copy = {f"pinned copy {direction.replace('_', ' ')}": measured(copies, direction)}
         return moves + contenders_of("limit", copy, "copy")
 
-    title = f"{name}: {size(bench.nbytes)}"
+    title = f"{name}: {bench.nbytes / GIB:.3g} GiB"
     ways = compared(writes(target, seed=SEED), "to_host") + bench.synced_fio(configs, bench.nbytes)
     rules = "CUDA tensor to a fresh file, synced"
     written = bench.compare(f"{title} write", rules, more=ways)
@@ -484,7 +361,6 @@ def _movers(bench: Bench) -> list[tuple[str, Kind, tuple[str, ...], Worker]]:
     add(f"{whole} tensorferry aio_handle", "peer", ("whole",), "CopyThen")
     if bench.settings.deepspeed:
         add("DeepSpeed aio_handle", "peer", ("whole",), "DeepSpeedHandle")
-    add("kvikio, 8 threads", "peer", (), "KvikIO", threads=8)
     for threads in _THREADS[: 1 if bench.smoke else None]:
         label = f"plain system calls, {threads} threads"
         nbytes = min(bench.nbytes, GIB)

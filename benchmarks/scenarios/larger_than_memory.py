@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.bench import Bench, Measure
-    from tensorferry.tuning.rounds import Comparison, Row
 
 OURS, IN_BACKWARD = "tensorferry", "tensorferry, step_in_backward"
 COMPUTING, THEIRS = "torch, in memory", "DeepSpeed, ZeRO-3 with NVMe"
@@ -219,9 +217,10 @@ def step(bench: Bench) -> None:
         more=[alone(label) for label in ours],
         unit="s",
     )
-    with torch.device("meta"):
-        exact = sum(param.numel() for param in Transformer(**size).parameters())
-    _tell(bench, comparison, exact)
+    for row in comparison.sorted_rows():
+        last = row.samples[-1].details
+        moved_gb, peak_mib = _moved_nbytes(row) / GB, last.get("peak_ever_nbytes", 0) / MIB
+        bench.note(f"{row.label}: {moved_gb:.3f} GB, peak memory {peak_mib:.0f} MiB")
     theirs = comparison.row(THEIRS)
     if theirs and comparison.row(COMPUTING):
         pairs = zip(losses[THEIRS], losses[COMPUTING], strict=True)
@@ -242,32 +241,3 @@ def step(bench: Bench) -> None:
 
 def _alone(label: str) -> str:
     return f"fio, the bytes of {label}"
-
-
-def _tell(bench: Bench, comparison: Comparison, parameters: int) -> None:
-    """Add notes that form a table of the cost of each contender's step.
-
-    The columns are seconds, GB read and written, bytes moved for each parameter, peak memory of the step and of the
-    process, CPU seconds, and the step's time divided by its lower bound and by DeepSpeed's time.
-    """
-    heads = ("s/step", "GB read", "written", "B/param", "peak MiB", "ever MiB", "CPU s")
-    heads += ("/bound", "/DeepSp.")
-    lines = [("", *heads)]
-    for row in comparison.sorted_rows():
-        bound = over_the_slower(comparison, row.label, COMPUTING, _alone(row.label))
-        theirs = comparison.over(row.label, THEIRS)
-        cells = (
-            f"{row.median:.3g}",
-            *(f"{_detail(row, f'{way}_nbytes') / GB:.3f}" for way in ("read", "written")),
-            f"{_moved_nbytes(row) / parameters:.1f}",
-            *(f"{_detail(row, name) / MIB:.0f}" for name in ("peak_nbytes", "peak_ever_nbytes")),
-            f"{statistics.median(sample.cpu_seconds or 0 for sample in row.samples):.2f}",
-            *("-" if over is None else f"{over:.2f}" for over in (bound, theirs)),
-        )
-        lines.append((row.label, *cells))
-    for label, *cells in lines:
-        bench.note(f"{label:47}" + "".join(f"{cell:>10}" for cell in cells))
-
-
-def _detail(row: Row, name: str) -> float:
-    return statistics.median(sample.details.get(name, 0) for sample in row.samples)

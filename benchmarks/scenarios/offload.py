@@ -56,10 +56,6 @@ MIXED = "fio, all state read and written at once"
 # Four buffers for each of three states: one is read, one is stepped, and one is written at a time.
 _DEEPSPEED_BUFFERS = 12
 _PEAK_ROUNDS_MAX = 2  # memory varies less than time
-_DRIVES_PARAMETERS_MAX = 30_000_000
-# The processors also do the work of the loop devices. At this rate, two drives with reads and writes at the same time
-# leave them enough time to step.
-_DRIVE_NBYTES_PER_SECOND = 400_000_000
 
 
 class Stepper:
@@ -314,35 +310,6 @@ def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
         what = f"offload: peak with {_label(budget)}"
         note = "largest sample; target: the budget + 10 % + 64 MiB"
         bench.at_most(what, most, row.median.high if row else None, note, "MiB")
-
-
-@scenario
-def two_drives(bench: Bench) -> None:
-    """Compare steps with two directories on separate drives with each drive alone (root only)."""
-    parameters = min(bench.settings.parameters, _DRIVES_PARAMETERS_MAX)
-    state_nbytes = STATE_NBYTES_PER_PARAMETER * parameters
-    budget = min(BUDGETS_NBYTES[0], max(state_nbytes // 4, 4 * MIB))
-    size = 4 * state_nbytes + 256 * MIB
-    with bench.on_drives(size, _DRIVE_NBYTES_PER_SECOND, 2) as both:
-        stepper = _stepper(both[0], parameters)
-
-        def moved(*directories: Path) -> Measure:
-            step = _step(stepper, budget, *directories)
-
-            def measure(number: int) -> Sample:
-                sample = step(number)
-                return replace(sample, value=sample.nbytes / GB / sample.seconds)
-
-            return measure
-
-        states = [each.directory / "state" for each in both]
-        ways = {f"drive {number}": moved(state) for number, state in enumerate(states)}
-        rules = "loop devices over memory; steps"
-        every = ways | {"both drives": moved(*states)}
-        comparison = bench.compare("offload: two drives", rules, ours=every)
-        stepper.call("end")
-    over = comparison.over_sum("both drives", list(ways))
-    bench.at_least("offload: both drives over the sum of each", 0.9, over)
 
 
 @scenario

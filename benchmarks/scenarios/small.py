@@ -1,22 +1,16 @@
-"""Small reads, rows of a table, many tensors of all sizes, and the time of an import."""
+"""Small reads, many tensors of all sizes, and the time of an import."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 import os
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
@@ -25,7 +19,6 @@ from benchmarks.bench import (
     GIB,
     MIB,
     Config,
-    contenders_of,
     first,
     measured,
     scenario,
@@ -35,11 +28,12 @@ from benchmarks.memory import Stopwatch, write_pattern
 from benchmarks.peers import byte_view, new_tensor, ordinary_tensor
 from tensorferry.store import TensorStore
 from tensorferry.tuning import fio
-from tensorferry.tuning.rounds import MeasurementError, Row, Sample, throughput
-from tensorferry.tuning.scratch import make_cold, make_warm, remove
+from tensorferry.tuning.rounds import MeasurementError, Sample, throughput
+from tensorferry.tuning.scratch import make_cold, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     import torch
 
@@ -177,372 +171,6 @@ def latency(bench: Bench) -> None:
     for label in ours:
         over, note = comparison.above(label, best), comparison.describe(best, "fio psync")
         bench.at_most(f"latency: {label}, over psync", 10, over, note, "µs")
-
-
-# The CPU time of one small asynchronous read, from memory, without waiting for a device
-
-FUTURES, AWAITED = "file.read_into, result", "file.read_into, await"
-_AT_ONCE = 64
-
-
-class SmallFutures:
-    """Reads of 4 KiB of a file on tmpfs: 64 are begun, and then awaited one after the other."""
-
-    def __init__(self, count: int) -> None:
-        self.rounds = count // _AT_ONCE
-        self.blocks = [ordinary_tensor(BLOCK_NBYTES, 0) for _ in range(_AT_ONCE)]
-
-    def result(self, path: Path) -> dict[str, Any]:
-        with tensorferry.open(path) as file, Stopwatch() as watch:
-            for _ in range(self.rounds):
-                for future in self._begun(file):
-                    future.result()
-        return self._value(watch)
-
-    def awaited(self, path: Path) -> dict[str, Any]:
-        async def read(file: tensorferry.File) -> None:
-            for _ in range(self.rounds):
-                for future in self._begun(file):
-                    await future
-
-        with tensorferry.open(path) as file, Stopwatch() as watch:
-            asyncio.run(read(file))
-        return self._value(watch)
-
-    def blocking(self, path: Path) -> dict[str, Any]:
-        with tensorferry.open(path) as file, Stopwatch() as watch:
-            for _ in range(self.rounds):
-                for at, block in enumerate(self.blocks):
-                    file.read(block, at * BLOCK_NBYTES)
-        return self._value(watch)
-
-    def plain(self, path: Path) -> dict[str, Any]:
-        views = [byte_view(block) for block in self.blocks]
-        descriptor = os.open(path, os.O_RDONLY)
-        with Stopwatch() as watch:
-            for _ in range(self.rounds):
-                for at, view in enumerate(views):
-                    os.preadv(descriptor, [view], at * BLOCK_NBYTES)
-        os.close(descriptor)
-        return self._value(watch)
-
-    def _begun(self, file: tensorferry.File) -> list[tensorferry.Future[Any]]:
-        blocks = enumerate(self.blocks)
-        return [file.read_into(block, at * BLOCK_NBYTES) for at, block in blocks]
-
-    def _value(self, watch: Stopwatch) -> dict[str, Any]:
-        return watch.as_value(watch.cpu_seconds / (self.rounds * _AT_ONCE) * 1e6)
-
-
-@scenario
-def futures(bench: Bench) -> None:
-    """Compare the CPU time of one read of 4 KiB with that of a plain system call."""
-    count = _AT_ONCE * (2 if bench.smoke else 500)
-    worker = bench.worker(SmallFutures, count=count)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        path = Path(directory) / "source"
-        write_pattern(path, _AT_ONCE * BLOCK_NBYTES, SEED)
-
-        def by(call: str) -> Measure:
-            return measured(worker, call, lambda _: None, [path], path=path)
-
-        comparison = bench.compare(
-            "futures",
-            f"CPU time of one read of {BLOCK_NBYTES} bytes, {_AT_ONCE} at a time, tmpfs",
-            ours={FUTURES: by("result"), AWAITED: by("awaited"), "file.read": by("blocking")},
-            peer={"plain Python os.preadv": by("plain")},
-            unit="µs",
-        )
-    bench.at_most("futures: result", 8, comparison.median(FUTURES), unit="µs")
-    bench.at_most("futures: await", 12, comparison.median(AWAITED), unit="µs")
-
-
-# Random rows of a table in a safetensors file, which all contenders can read, by row number.
-#
-# Each sample makes a new memory map, because mapped pages cannot be dropped from the page cache. With a warm file there
-# is also a contender that keeps its map, and has no more page faults.
-
-ROWS = 4096
-ROW_SIZES = (4096, 320)
-TABLE_AT = 4096  # offset of the table; the header before it is padded to this size
-OURS_OF_ROWS = "tensorferry.Table.gather"
-_READERS = 32  # threads
-
-
-class Rows:
-    """A contender that reads rows by number into new memory, with the methods of several libraries."""
-
-    def __init__(self, path: Path, rows: int, row_nbytes: int) -> None:
-        self.path, self.shape = path, (rows, row_nbytes)
-        self.kept: Any = None
-
-    def gather(self, seed: int) -> dict[str, Any]:
-        import numpy as np
-
-        with tensorferry.Table(self.path, self.shape, np.uint8, TABLE_AT) as table:
-            return self._timed(table.gather, seed)
-
-    def memmap(self, seed: int) -> dict[str, Any]:
-        return self._timed(lambda ids: self._map()[ids], seed)
-
-    def kept_memmap(self, seed: int) -> dict[str, Any]:
-        self.kept = self._map() if self.kept is None else self.kept
-        return self._timed(lambda ids: self.kept[ids], seed)
-
-    def from_file(self, seed: int) -> dict[str, Any]:
-        import torch
-
-        count = TABLE_AT + self.shape[0] * self.shape[1]
-
-        def read(ids: Any) -> Any:
-            flat = torch.from_file(str(self.path), size=count, dtype=torch.uint8)
-            return flat[TABLE_AT:].view(self.shape)[torch.from_numpy(ids)].numpy()
-
-        return self._timed(read, seed)
-
-    def get_slice(self, module: str, seed: int) -> dict[str, Any]:
-        import importlib
-
-        import numpy as np
-
-        library = importlib.import_module(module)
-
-        def read(ids: Any) -> Any:
-            with library.safe_open(self.path, "np") as file:
-                part = file.get_slice("table")
-                if module == "safetensors":  # its slices do not accept lists of rows
-                    return np.concatenate([part[row : row + 1] for row in ids.tolist()])
-                return part[ids.tolist()]
-
-        return self._timed(read, seed)
-
-    def threads(self, seed: int) -> dict[str, Any]:
-        import numpy as np
-
-        def read(ids: Any) -> Any:
-            found = np.empty((len(ids), self.shape[1]), np.uint8)
-            descriptor = os.open(self.path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            places = sorted(zip(ids.tolist(), found, strict=True), key=lambda one: one[0])
-
-            def part(first: int) -> None:
-                for row, place in places[first::_READERS]:
-                    os.preadv(descriptor, [place], TABLE_AT + row * self.shape[1])
-
-            with ThreadPoolExecutor(_READERS) as pool:
-                list(pool.map(part, range(_READERS)))
-            os.close(descriptor)
-            return found
-
-        return self._timed(read, seed)
-
-    def _map(self) -> Any:
-        import numpy as np
-
-        return np.memmap(self.path, np.uint8, "r", TABLE_AT, self.shape)
-
-    def _timed(self, read: Callable[[Any], Any], seed: int) -> dict[str, Any]:
-        import numpy as np
-
-        ids = np.random.default_rng(seed).integers(0, self.shape[0], ROWS)
-        before = memory.drive_nbytes("read")
-        with Stopwatch() as watch:
-            found = read(ids)
-        nbytes = memory.drive_nbytes("read") - before
-        for at in range(0, ROWS, 64):
-            begin = int(ids[at]) * self.shape[1] + TABLE_AT
-            if not memory.matches(found[at].tobytes(), SEED, begin):
-                raise MeasurementError("read other bytes than the file holds")
-        pages = {
-            page
-            for begin in (ids * self.shape[1] + TABLE_AT).tolist()
-            for page in range(begin // 4096, (begin + self.shape[1] - 1) // 4096 + 1)
-        }
-        return watch.as_value(
-            ROWS / watch.seconds / 1000, found.nbytes, over_pages=nbytes / 4096 / len(pages)
-        )
-
-
-@scenario
-def gather(bench: Bench) -> None:
-    """Compare reads of rows of a table of four times ``--nbytes``, cold and cached, with others and fio's randread."""
-    path, whole = bench.directory / "table", math.lcm(*ROW_SIZES)
-    nbytes = 4 * bench.nbytes // whole * whole
-    write_pattern(path, TABLE_AT + nbytes, SEED)
-    config = Config("io_uring", BLOCK_NBYTES, DEPTH)
-
-    def by_fio(config: Config, number: int) -> Sample:
-        make_cold(path)
-        size, seed = f"--io_size={ROWS * BLOCK_NBYTES}", f"--randseed={SEED + number}"
-        chosen = [*config.arguments(), size, seed, "--norandommap"]
-        sample = fio.sample(fio.run([path], "randread", nbytes, chosen)[0], "read")
-        return replace(sample, value=sample.nbytes / BLOCK_NBYTES / sample.seconds / 1000)
-
-    for state, prepare in (("cold", make_cold), ("cached", make_warm)):
-        for row_nbytes in ROW_SIZES:
-            if bench.smoke and (state == "cold") != (row_nbytes == BLOCK_NBYTES):
-                continue  # a smoke test needs each state and each size once only
-            rows = nbytes // row_nbytes
-            _write_header(path, rows, row_nbytes)
-            reader = {"path": path, "rows": rows, "row_nbytes": row_nbytes}
-
-            def by(call: str, prepare: Any = prepare, **more: Any) -> Measure:
-                worker = bench.worker(Rows, **reader)  # noqa: B023
-                return measured(worker, call, prepare, [path], seed=seeds(SEED), **more)
-
-            others = {
-                "numpy.memmap": by("memmap"),
-                "torch.from_file": by("from_file"),
-                "safetensors get_slice": by("get_slice", module="safetensors"),
-                f"{_READERS} threads with preadv": by("threads"),
-            }
-            if state == "cached":
-                others["numpy.memmap, kept"] = by("kept_memmap")
-            depths = [replace(config, queue_depth=depth) for depth in (32, DEPTH, 256)]
-            comparison = bench.compare(
-                f"{row_nbytes} B, {state}",
-                f"{ROWS:,} random rows of {row_nbytes} bytes of {nbytes / GIB:.3g} GiB, {state}",
-                ours={OURS_OF_ROWS: by("gather")}
-                | {"tensorferry get_slice": by("get_slice", module="tensorferry.safetensors")},
-                peer=others,
-                more=bench.each_fio(depths, by_fio) if state == "cold" else (),
-                unit="krows/s",
-            )
-            what = f"gather of {row_nbytes} B, {state}"
-            row = comparison.row(OURS_OF_ROWS)
-            samples = row.samples if row else []
-            if state == "cold":
-                bench.over_fio(what, 0.9, comparison, OURS_OF_ROWS)
-                read = [sample.details["over_pages"] for sample in samples]
-                middle = statistics.median(read) if read else None
-                bench.at_most(f"{what}: bytes read over distinct pages", 1.05, middle)
-            else:
-                costs = [(sample.cpu_seconds or 0.0) / ROWS * 1e6 for sample in samples]
-                middle = statistics.median(costs) if costs else None
-                most = 2.0 if row_nbytes < BLOCK_NBYTES else 2.5
-                bench.at_most(f"{what}: CPU for each row", most, middle, unit="µs")
-            for label in others:
-                least = 1 / 1.2 if state == "cached" and "memmap" in label else 1.0
-                bench.at_least(f"{what}: over {label}", least, comparison.over(OURS_OF_ROWS, label))
-
-
-def _write_header(path: Path, rows: int, row_nbytes: int) -> None:
-    """Write the header of a safetensors file with a table of rows at the start of the file."""
-    table = {"dtype": "U8", "shape": [rows, row_nbytes], "data_offsets": [0, rows * row_nbytes]}
-    header = json.dumps({"table": table}).encode().ljust(TABLE_AT - 8)
-    with path.open("rb+") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-
-
-# Small asynchronous reads during one large write of the same process, compared with fio for the same mixture.
-#
-# fio runs two jobs in one process: randread of 4 KiB at depth 1 with the same pause between reads, and a sequential
-# direct write of 1 MiB blocks at depth 32. That depth saturates the drives that we have measured, with fewer bytes in
-# flight than tensorferry's default (128 MiB). With a larger depth fio's reads would wait longer, so this is the harder
-# comparison. The row at depth 128 has as many bytes in flight as tensorferry; no figure depends on it.
-
-PAUSE_SECONDS = 0.004
-WRITE_NBYTES_MAX = 2 * GIB
-OURS = "tensorferry file.read_into during file.write_from"
-_DEPTHS = (32, 128)
-
-
-class ReadsBesideWrite:
-    """Sequential asynchronous reads of 4 KiB with pauses, while a large write is in flight."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.tensor, self.block = ordinary_tensor(nbytes), ordinary_tensor(BLOCK_NBYTES, 0)
-
-    def read(self, source: Path, target: Path, file_nbytes: int, seed: int) -> dict[str, Any]:
-        """Measure the latencies of the reads and the duration of the write."""
-        generator = random.Random(seed)
-        milliseconds = []
-        with tensorferry.open(source) as reading, tensorferry.open(target, "w") as writing:
-            start = time.perf_counter()
-            write = writing.write_from(self.tensor)
-            while True:
-                offset = generator.randrange(file_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-                begun = time.perf_counter()
-                reading.read_into(self.block, offset).result()
-                milliseconds.append((time.perf_counter() - begun) * 1000)
-                if write.done():
-                    break
-                time.sleep(PAUSE_SECONDS)
-            write.result()
-            seconds = time.perf_counter() - start
-        milliseconds.sort()
-        count = len(milliseconds)
-        return _reads(milliseconds[count // 2], milliseconds[count * 99 // 100], count, seconds)
-
-
-def _reads(median: float, p99: float, count: int, write_seconds: float) -> dict[str, Any]:
-    details = {"p99_ms": p99, "count": count}
-    return {"value": median, "seconds": write_seconds, "details": details}
-
-
-@scenario
-def fairness(bench: Bench) -> None:
-    nbytes = min(WRITE_NBYTES_MAX, 2 * bench.nbytes)
-    source, target = bench.directory / "source", bench.directory / "target"
-    write_pattern(source, bench.nbytes, SEED)
-    worker = bench.worker(ReadsBesideWrite, nbytes=nbytes)
-
-    def fresh(path: Path) -> None:
-        (make_cold if path == source else remove)(path)
-
-    def by_fio(depth: int, number: int) -> Sample:
-        fresh(source)
-        fresh(target)
-        return Sample(**_mixed_by_fio(source, bench.nbytes, target, nbytes, depth, number))
-
-    where = {"source": source, "target": target, "file_nbytes": bench.nbytes}
-    theirs = []
-    for depth in _DEPTHS if fio.installed() else ():
-        label = f"fio io_uring, randread qd1 during write 1M qd{depth}"
-        theirs += contenders_of("fio", {label: partial(by_fio, depth)}, f"qd{depth}")
-    comparison = bench.compare(
-        "fairness",
-        f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms during one write of "
-        f"{nbytes / MIB:,.0f} MiB, uncached, O_DIRECT",
-        ours={OURS: measured(worker, "read", fresh, [source, target], **where, seed=seeds(SEED))},
-        more=theirs,
-        unit="ms",
-    )
-    best = comparison.best("fio", f"qd{_DEPTHS[0]}")
-    bench.at_most("fairness: median, over fio", 3, comparison.over(OURS, best))
-    bench.at_most("fairness: median", 30, comparison.median(OURS), unit="ms")
-    for row in comparison.sorted_rows():
-        bench.note(f"{row.label}: {_described(row, nbytes)}")
-
-
-def _mixed_by_fio(
-    source: Path, source_nbytes: int, target: Path, nbytes: int, depth: int, number: int
-) -> dict[str, Any]:
-    """Run both jobs of fio; the reads end with the write (--exitall)."""
-    write = ("--name=write", f"--filename={target}", "--rw=write", f"--size={nbytes}", "--bs=1M")
-    jobs = fio.jobs_of(
-        [
-            *("--ioengine=io_uring", "--direct=1", *_LATENCIES),
-            *(*write, f"--iodepth={depth}", "--exitall"),
-            *("--name=read", f"--filename={source}", "--rw=randread", f"--size={source_nbytes}"),
-            *(f"--bs={BLOCK_NBYTES}", "--iodepth=1", f"--thinktime={int(PAUSE_SECONDS * 1e6)}"),
-            *(f"--randseed={SEED + number}", "--norandommap", "--time_based", "--runtime=600"),
-        ]
-    )
-    written, read = jobs[0]["write"], jobs[1]["read"]
-    if written["io_bytes"] != nbytes:
-        raise MeasurementError(f"fio wrote {written['io_bytes']} of {nbytes} bytes")
-    median, p99 = (read["lat_ns"]["percentile"][name] / 1e6 for name in (_MEDIAN, "99.000000"))
-    return _reads(median, p99, read["total_ios"], max(written["runtime"], 1) / 1000)
-
-
-def _described(row: Row, nbytes: int) -> str:
-    """Describe the sample that is the median."""
-    sample = sorted(row.samples, key=lambda each: each.value)[len(row.samples) // 2]
-    return (
-        f"median {sample.value:.2f} ms, p99 {sample.details['p99_ms']:.1f} ms, {sample.details['count']} reads, "
-        f"write {nbytes / 1e9 / sample.seconds:.2f} GB/s"
-    )
 
 
 # A thousand tensors of 1 KiB to 64 MiB in a store, in random order, compared with fio with blocks of the same sizes.

@@ -9,14 +9,13 @@ from benchmarks.scenarios import gpu
 
 
 class Device:
-    """No GPU, but room for any tensor."""
+    """No GPU."""
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "none", "free_nbytes": 1 << 50, "torch": "any"}
+        return {"name": "none", "torch": "any"}
 
 
 Handle = partial(gpu.Handle, device="cpu")
 CopyThen = partial(gpu.CopyThen, device="cpu")
 CopyLimit = partial(gpu.CopyLimit, device="cpu")
 StorageLimit = gpu.StorageLimit
-KvikIO = gpu.KvikIO
