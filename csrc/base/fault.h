@@ -18,6 +18,7 @@ struct Fault {
   uint64_t expected = 0;        // the number of bytes that the caller asked for
   uint64_t transferred = 0;     // how many of them were moved
   bool end_of_file = false;     // the file ends before the range that is read
+  bool refused = false;         // nothing was moved, and the hint has the offset and the size
   uint64_t damaged_nbytes = 0;  // bytes from `offset` on that do not match their checksum
   std::string hint = {};        // a remedy, if one is known
 };

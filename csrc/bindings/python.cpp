@@ -6,7 +6,7 @@ nb::object exception_of(const Fault& fault) {
   return nb::module_::import_("tensorferry.errors")
       .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
                              fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.damaged_nbytes,
-                             fault.hint);
+                             fault.hint, fault.refused);
 }
 
 void raise(nb::object exception) {

@@ -89,7 +89,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (!size) return refused(size.fault());
     if (*size && nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
-      fault.end_of_file = true;
+      fault.end_of_file = fault.refused = true;
       fault.hint = "the file has " + std::to_string(**size) + " bytes, but " + std::to_string(nbytes) +
                    " were wanted from offset " + std::to_string(spec.offset) + "; nothing was read";
       return refused(fault);

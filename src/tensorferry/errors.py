@@ -114,6 +114,7 @@ def storage_error(
     end_of_file: bool,
     damaged_nbytes: int,
     hint: str,
+    refused: bool = False,
 ) -> StorageError:
     """Return the exception for a fault of the core. The core calls this function."""
     kind: type[StorageError]
@@ -127,9 +128,8 @@ def storage_error(
     if not hint and errno == ENOENT and operation == "open":
         hint = missing_folder(os.fsdecode(path))
     message = f"{reason} ({operation}"
-    # A read that was refused before it began has a hint with its offset and size. Otherwise `expected` is 0 if the
+    # A transfer that was refused before it began has a hint with its offset and size. Otherwise `expected` is 0 if the
     # error occurred before the size of the transfer was known.
-    refused = end_of_file and hint.startswith("the file has ")
     if expected > 0 and not refused:
         message += f" at offset {offset}: {transferred} of {expected} bytes moved"
     if hint:

@@ -123,6 +123,7 @@ TEST_CASE("of joined items that do not fit a file only those are refused that do
   REQUIRE(found.refused.size() == 1);
   CHECK(found.refused.front().first == 2);
   CHECK(found.refused.front().second.end_of_file);
+  CHECK(found.refused.front().second.refused);
 }
 
 TEST_CASE("an error that no single item causes refuses all items, which may be prepared again") {

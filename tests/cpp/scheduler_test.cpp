@@ -162,6 +162,7 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     REQUIRE(request->wait_for(milliseconds(60'000)));
     REQUIRE(request->fault());
     CHECK(request->fault()->end_of_file);
+    CHECK_FALSE(request->fault()->refused);
     CHECK(request->fault()->offset == 200'000);
     CHECK(request->fault()->expected == found.size());
     CHECK(std::memcmp(source.data(), found.data(), 196'608) == 0);
