@@ -135,7 +135,23 @@ struct PyFuture::Unseen {
 
   void remove(PyFuture& one) {
     nb::ft_lock_guard guard(mutex);
-    if (!std::exchange(one.listed_, false)) return;
+    if (one.listed_) unlink(one);
+  }
+
+  // Removes the first future and returns it, or null if there is none. Futures that another thread is freeing are only
+  // removed: they warn in their destructor, which waits for the mutex.
+  nb::object take() {
+    nb::ft_lock_guard guard(mutex);
+    while (PyFuture* const one = first) {
+      unlink(*one);
+      if (nb::object found = nb::find(one)) return found;
+    }
+    return {};
+  }
+
+ private:
+  void unlink(PyFuture& one) {
+    one.listed_ = false;
     if (one.behind_) one.behind_->before_ = one.before_;
     (one.before_ ? one.before_->behind_ : first) = one.behind_;
     one.before_ = one.behind_ = nullptr;
@@ -376,10 +392,10 @@ void PyFuture::warn_if_unseen() {
 }
 
 void PyFuture::warn_of_unseen() {
-  while (PyFuture* const one = Unseen::get().first) {
-    const nb::object kept = nb::find(one);
+  while (const nb::object found = Unseen::get().take()) {
+    auto* const one = nb::inst_ptr<PyFuture>(found);
     one->warn_if_unseen();
-    one->seen();
+    one->asked_ = true;
   }
 }
 
