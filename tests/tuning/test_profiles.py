@@ -470,6 +470,20 @@ def test_a_look_up_that_failed_is_not_made_again(
     assert len(calls) == 1
 
 
+def test_a_profile_whose_workers_cannot_be_started_is_passed_over(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(settings: Settings) -> Any:
+        raise tensorferry.EngineUnavailableError("no engine works: too many threads")
+
+    monkeypatch.setattr(runtime, "scheduler_with", refuse)
+    with tensorferry.aio_handle() as handle:
+        for _ in range(2):
+            handle.sync_pwrite(np.arange(1000), tuned / "file")
+        assert handle.get_queue_depth() == 128
+    assert_equal(np.fromfile(tuned / "file", np.int64), np.arange(1000))
+
+
 def test_many_arrays_on_several_file_systems_go_by_their_profiles(
     tuned: Path, tmpfs_directory: Path, random_bytes: RandomBytes
 ) -> None:

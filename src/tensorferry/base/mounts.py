@@ -46,7 +46,7 @@ def mount_or_none(path: Path) -> Mount | None:
     """Return the mount that holds a path, or None if it cannot be determined."""
     try:
         return mount_of(path)
-    except (OSError, LookupError, StopIteration):
+    except (OSError, LookupError):
         return None
 
 
@@ -59,14 +59,15 @@ def is_remote(path: Path) -> bool:
 def mount_of_open(descriptor: int) -> Mount:
     """Return the mount that holds an open file; see :func:`mount_of`."""
     # fdinfo has the id of the mount. Comparing paths would be ambiguous: several mounts may have the same mount point.
-    information = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    mount_id = next(
-        line.split()[1] for line in information.splitlines() if line.startswith("mnt_id")
+    found = re.search(
+        r"^mnt_id:\s*(\d+)", Path(f"/proc/self/fdinfo/{descriptor}").read_text(), re.MULTILINE
     )
+    if found is None:  # gVisor, for example
+        raise LookupError("the kernel does not tell which mount a file is on")
     for mount in mounts():
-        if mount["id"] == mount_id:
+        if mount["id"] == found[1]:
             return mount
-    raise LookupError(f"mount {mount_id} is not visible to this process")
+    raise LookupError(f"mount {found[1]} is not visible to this process")
 
 
 def _parse(line: str) -> Mount:

@@ -208,7 +208,7 @@ class ProfiledScheduler(SchedulerGroup):
         self._by_device: dict[int, FileSystemSchedulers | _core.Scheduler] = {}
         # The settings of the profiles in use, by mount point, and then by direction and memory.
         self._in_use: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: see module_lock()
         self._closed = False
 
     def of_file(self, file: _core.File) -> SchedulerGroup | _core.Scheduler:
@@ -244,8 +244,9 @@ class ProfiledScheduler(SchedulerGroup):
             if self._closed or len(self._by_device) >= _MAX_DEVICES:
                 return self.plain
             found: FileSystemSchedulers | _core.Scheduler = self.plain
-            # If the file's mount is not visible to this process, the device keeps the plain scheduler.
-            with contextlib.suppress(OSError, ValueError):
+            # If the file's mount is not visible to this process, or no further workers can be started, the device keeps
+            # the plain scheduler.
+            with contextlib.suppress(OSError, ValueError, EngineUnavailableError):
                 system = profile_store.file_system_of_open(file.descriptor)
                 profiles = profile_store.profiles_of(system, self._profiles)
                 tuned = {each.use: self._scheduler_with(each.settings) for each in profiles}
