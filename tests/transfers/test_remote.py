@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import random
@@ -20,7 +21,8 @@ import pytest
 
 import tensorferry
 from tensorferry import Checksums, StorageError, _core
-from tensorferry.transfer.remote import as_path
+from tensorferry.transfer.python_files import open_python_file, reader_and_size
+from tensorferry.transfer.remote import as_path, source_path
 from tests.support import buckets, effort
 from tests.support.child import ROOT
 from tests.support.data import SEED
@@ -126,6 +128,20 @@ def test_any_segments_with_checksums(stored: Bucket, content: bytes, data: st.Da
         if wanted:
             assert segment.tobytes() == content[at : at + nbytes]
         at += nbytes
+
+
+def test_a_python_file_ends_where_its_object_ends(stored: Bucket, content: bytes) -> None:
+    with open_python_file(source_path((stored.store(), KEY))) as file:
+        read, nbytes = reader_and_size(file)
+        assert nbytes == NBYTES
+        assert read(10, NBYTES - 4) == content[-4:]
+        assert read(10, NBYTES) == read(10, NBYTES + 4) == b""
+        assert file.seek(4, os.SEEK_END) == NBYTES + 4
+        assert file.read(10) == file.read() == b""
+        file.seek(8)
+        numbers = array.array("q", bytes(24))
+        assert file.readinto(numbers) == 24  # type: ignore[attr-defined]
+        assert numbers.tobytes() == content[8:32]
 
 
 def test_a_read_past_the_end_is_refused(stored: Bucket) -> None:

@@ -40,13 +40,14 @@ class ObjectStream(io.RawIOBase):
 
     def pread(self, nbytes: int, offset: int) -> bytes:
         """Return up to ``nbytes`` bytes at ``offset``, like :func:`os.pread`."""
-        nbytes = max(0, min(nbytes, self.file.size - offset))
+        nbytes = min(nbytes, self.file.size - offset)
+        if nbytes <= 0:
+            return b""
         if nbytes >= _BUFFER_NBYTES:
             return bytes(self.file.read(bytearray(nbytes), offset))
         begin, window = self._window
         if not begin <= offset <= offset + nbytes <= begin + len(window):
-            more = min(_BUFFER_NBYTES, self.file.size - offset)
-            window = self.file.read(bytearray(more), offset) if more else bytearray()
+            window = self.file.read(bytearray(min(_BUFFER_NBYTES, self.file.size - offset)), offset)
             self._window = begin, window = offset, window
         return bytes(memoryview(window)[offset - begin :][:nbytes])
 
@@ -60,8 +61,9 @@ class ObjectStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer up to the end of the object and return the number of bytes read."""
-        data = self.pread(len(buffer), self._position)
-        buffer[: len(data)] = data
+        view = memoryview(buffer).cast("B")
+        data = self.pread(len(view), self._position)
+        view[: len(data)] = data
         self._position += len(data)
         return len(data)
 
