@@ -46,8 +46,7 @@ def integer(
 ) -> int:
     """Return an argument as an int after checking that it is an integer, in range, and a multiple of ``multiple_of``.
 
-    The argument must have ``__index__`` and must not be a bool. Without a ``minimum``, ``maximum`` is not checked.
-    ``name`` is the argument's name in error messages.
+    The argument must have ``__index__`` and must not be a bool. ``name`` is its name in error messages.
 
     Raises
     ------
@@ -63,6 +62,8 @@ def integer(
         raise ValueError(
             f"{name}: {number} is {'negative' if minimum == 0 else f'below {minimum}'}"
         )
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name}: {number} is above {maximum}")
     if number % multiple_of:
         raise ValueError(f"{name}: {number} is not a multiple of {multiple_of}")
     return number

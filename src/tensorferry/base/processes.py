@@ -2,8 +2,8 @@
 
 A forked child shares the open files and file locks of its parent but has none of its threads, so operations in
 progress never complete in the child. Therefore a child refuses to use the parent's objects (:class:`Owned`), closes the
-descriptors of file locks without unlocking them (:data:`lock_descriptors`), creates thread locks again
-(:func:`in_forked_children`), and runs no finalizers of the parent (:func:`when_dropped`).
+descriptors of file locks without unlocking them (:data:`lock_descriptors`), releases the locks of modules
+(:func:`module_lock`), and runs no finalizers of the parent (:func:`when_dropped`).
 """
 
 from __future__ import annotations
@@ -55,12 +55,19 @@ class Owned:
 
 
 def in_forked_children(function: Callable[[], object]) -> Callable[[], object]:
-    """Register a function that runs in each forked child, and return it.
-
-    Such functions replace locks that another thread of the parent may have held during fork().
-    """
+    """Register a function that runs in each forked child, and return it."""
     os.register_at_fork(after_in_child=function)
     return function
+
+
+def module_lock() -> threading.RLock:
+    """Return a lock for the state of a module; a forked child can use it even if a thread of the parent held it.
+
+    It is reentrant, because a signal handler or a finalizer may call the module while its thread holds the lock.
+    """
+    lock = threading.RLock()
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the stdlib does
+    return lock
 
 
 forked_with_obstore = False
@@ -148,6 +155,7 @@ class Interrupts:
         self._count = 0  # how often SIGINT has arrived in the deferred() block
         self._received: list[int] = []
         self._defers = False  # whether the main thread is in a deferred() block
+        self._handlers: dict[int, Any] = {}  # the handlers that _record has replaced
 
     def was_repeated(self) -> bool:
         """Return whether SIGINT has arrived twice during the block; the operation should then not wait for a drive."""
@@ -164,31 +172,34 @@ class Interrupts:
         if self._defers or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._defers = True
-        handlers: dict[int, Any] = {}
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if (
-                callable(handler) and handler != self._record
-            ):  # a signal handler that runs while an outer block ends may find _record in place of a handler
-                handlers[number] = handler
-        for number in handlers:
-            signal.signal(number, self._record)
+        replaced = []
+        # A handler may raise between any two lines here, while some signals already have _record and others do not.
         try:
+            self._defers = True
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    # If an earlier block could not restore a handler, it is in _handlers already.
+                    if handler != self._record:
+                        self._handlers[number] = handler
+                    replaced.append(number)
+                    signal.signal(number, self._record)
             yield
         finally:
             self._defers = False
-            if handlers:
+            try:
+                for number in replaced:
+                    signal.signal(number, self._handlers[number])
+            finally:
                 received, self._received, self._count = self._received, [], 0
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
                 # The handlers are called even if the block has raised. If a handler raises, too, the exception of the
                 # block becomes the __context__ of the handler's exception.
-                _call(
-                    [(handlers[each], each) for each in dict.fromkeys(received) if each in handlers]
-                )
+                _call([(self._handlers[each], each) for each in dict.fromkeys(received)])
 
-    def _record(self, number: int, _: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if not self._defers:  # deferred() was interrupted before it could restore the handler
+            self._handlers[number](number, frame)
+            return
         self._received.append(number)
         if number == signal.SIGINT:
             self._count += 1

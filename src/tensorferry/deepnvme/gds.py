@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
-from tensorferry.base.processes import in_forked_children
+from tensorferry.base.processes import module_lock
 from tensorferry.deepnvme.handles import (
     BLOCK_SIZE,
     OVERLAP_EVENTS,
@@ -260,13 +259,7 @@ class _Pin(NamedTuple):
 
 # Pinned memory by address. A forked child never uses it, because its handles refuse to work.
 _pins: dict[int, _Pin] = {}
-_lock = threading.Lock()
-
-
-@in_forked_children
-def _replace_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
+_lock = module_lock()
 
 
 def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:
@@ -290,7 +283,7 @@ def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:
 
 def _unpin(address: int) -> bool:
     with _lock:
-        return address in _pins and _remove_pin(address)
+        return _remove_pin(address)
 
 
 def _unpin_all_of(pinner: object) -> None:
@@ -301,7 +294,9 @@ def _unpin_all_of(pinner: object) -> None:
 
 def _remove_pin(address: int) -> bool:
     # `pin` keeps the memory alive until it has been deregistered. After that torch may reuse the memory.
-    pin = _pins.pop(address)
+    pin = _pins.pop(address, None)
+    if pin is None:  # a finalizer has closed the handle that pinned it
+        return False
     return not pin.registered or _core.deregister_gpu_buffer(address)
 
 

@@ -178,7 +178,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                 intra_op_parallelism, "intra_op_parallelism", MAX_PARALLELISM
             ),
         )
-        self._lock, self._closing = threading.Lock(), threading.RLock()
+        # Reentrant, because a signal handler may use the handle while its thread holds a lock.
+        self._lock, self._closing = threading.RLock(), threading.RLock()
         self._pending: list[_Operation] = []
         self._awaited: dict[
             int, list[_Operation]
@@ -558,8 +559,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         future = start(
             self._scheduler, filename, buffer, memory, offset, write=write, name="filename"
         )
+        operation = _Operation(future, memory, filename, offset, validate)
         with self._lock:
-            self._pending.append(_Operation(future, memory, filename, offset, validate))
+            self._pending.append(operation)
         return 0
 
     def _transfer(

@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from tensorferry import _core
-from tensorferry.base.processes import in_forked_children
+from tensorferry.base.processes import in_forked_children, module_lock
 
 if TYPE_CHECKING:
     import asyncio
@@ -143,7 +143,7 @@ class _CallbackThread:
     def __init__(self) -> None:
         self.process = os.getpid()
         self._queue = _core.CompletionQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: see module_lock()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._last = 0
         self._stopping = False
@@ -197,7 +197,7 @@ class _CallbackThread:
 
 
 _callbacks: _CallbackThread | None = None
-_lock = threading.Lock()
+_lock = module_lock()
 
 
 def _callback_thread() -> _CallbackThread:
@@ -217,8 +217,7 @@ def finish_at_exit() -> None:
 
 @in_forked_children
 def _reset_after_fork() -> None:
-    global _lock, _listeners
-    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
+    global _listeners
     _listeners = weakref.WeakKeyDictionary()
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry import _core
 from tensorferry.base import processes
 from tensorferry.base.checks import absolute_path, checked_path, is_pair, is_url
-from tensorferry.base.processes import in_forked_children
+from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer.runtime import start_scheduler
 
@@ -57,7 +57,7 @@ _PAGE = re.compile(
     r"<[?!](.*?<Code>)?|</Code>.*|<html.*|Debug source: .*", re.DOTALL | re.IGNORECASE
 )
 
-_lock = threading.RLock()  # reentrant, because a signal handler may open an object, too
+_lock = module_lock()
 # Stores that callers have created, each with the prefix of its texts. Only the last 1024 are kept.
 _stores: collections.deque[tuple[str, Any]] = collections.deque(maxlen=1024)
 # A valid key: between slashes it has no empty part and no part "." or ".."; a slash at its end is allowed.
@@ -574,9 +574,3 @@ def _shared_scheduler() -> _core.Scheduler:
         if _scheduler is None or not _scheduler.belongs_to_this_process():
             _scheduler = start_scheduler("threads", _REQUEST_NBYTES, _REQUESTS, 1, False)
         return _scheduler
-
-
-@in_forked_children
-def _replace_lock() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it during fork()

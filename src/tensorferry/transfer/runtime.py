@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import resource
-import threading
 import time
 import weakref
 from errno import EMFILE, ENFILE
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
-from tensorferry.base.processes import in_forked_children
+from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
 from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
@@ -49,7 +48,7 @@ _Result = TypeVar("_Result")
 
 # All schedulers that exist. The exit handler closes them.
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = module_lock()
 _default: AnyScheduler | None = None
 
 
@@ -304,12 +303,6 @@ def _close_at_exit() -> None:
     if not all(_core.close_together(list(_schedulers), CLOSE_PATIENCE_SECONDS)):
         warn_of_abandoned_io("outstanding I/O")
     futures.finish_at_exit()
-
-
-@in_forked_children
-def _replace_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held it during fork()
 
 
 atexit.register(_close_at_exit)
