@@ -60,13 +60,8 @@ class StorageError(OSError):
         return f"{number}{self.strerror}: {self.filename!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keywords = {
-            "offset": self.offset,
-            "expected": self.expected,
-            "transferred": self.transferred,
-            "others": self.others,
-        }
-        return _rebuild, (type(self), self.errno, self.strerror, self.filename, keywords)
+        # OSError's own method would return the message that the constructor got, not one that was set later.
+        return type(self), (self.errno, self.strerror, self.filename), self.__dict__
 
 
 class ShortReadError(StorageError):
@@ -86,22 +81,9 @@ class ChecksumError(StorageError):
 
     nbytes: int = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return *super().__reduce__(), {"nbytes": self.nbytes}
-
 
 class EngineUnavailableError(RuntimeError):
     """No engine works on this machine, or the requested one does not; the message has the reason and the remedy."""
-
-
-def _rebuild(
-    kind: type[StorageError],
-    errno: int | None,
-    message: str,
-    filename: str,
-    keywords: dict[str, Any],
-) -> StorageError:
-    return kind(errno, message, filename, **keywords)
 
 
 def storage_error(

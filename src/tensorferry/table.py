@@ -259,7 +259,7 @@ class Table:
         out, target, parts = self._prepare_read(ids, out)
         if len(parts) == 1:
             file, segments, offset = parts[0]
-            file._transfer(segments, offset, priority, None, write=False)
+            file._transfer(segments, offset, (False, False, background, None))
         elif parts:
             requests = self._requests(target)
             try:
@@ -288,7 +288,7 @@ class Table:
         out, target, parts = self._prepare_read(ids, out)
         if len(parts) == 1:
             file, segments, offset = parts[0]
-            future = file._start(segments, offset, priority, None, write=False)
+            future = file._start(segments, offset, (False, False, background, None))
             future._gives(out)
         else:
             future = Future(out, target)

@@ -341,8 +341,8 @@ MUTANTS = [
         "many-does-not-wait-after-a-failure",
         "with the result, the memory belongs to the caller again",
         "src/tensorferry/transfer/requests.py",
-        "                for request in requests.values():\n                    request.wait(None)\n            raise",
-        "                pass\n            raise",
+        "            for request in requests:\n                request.wait(None)\n        raise",
+        "            pass\n        raise",
         "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
     ),
     _mutant(

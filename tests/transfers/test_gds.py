@@ -13,6 +13,7 @@ import tensorferry
 from tensorferry.deepnvme import gds
 from tensorferry.deepnvme.gds import gds_handle
 from tensorferry.transfer.runtime import make_scheduler
+from tensorferry.transfer.settings import Settings
 from tests.support.optional import torch
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
@@ -126,15 +127,17 @@ def test_cufile_moves_gpu_memory_where_it_bypasses_host_memory_or_is_forced_to(
 ) -> None:
     started = []
 
-    def start_scheduler(engine: str, *settings: Any) -> Any:
-        started.append((engine, *settings))
-        return make_scheduler("threads", *settings)
+    def start_scheduler(engine: str, settings: Settings) -> Any:
+        started.append((engine, settings))
+        return make_scheduler(settings._replace(engine="threads"))
 
     monkeypatch.setattr(gds, "start_scheduler", start_scheduler)
     cufile(native=native, detail="nvidia-fs or not")
     monkeypatch.setenv("TENSORFERRY_GDS", variable)
     with gds_handle(4096, 8, False, True, 2) as handle:
-        assert started == ([] if engine is None else [("cufile", 4096, 8, 2, False)])
+        assert started == (
+            [] if engine is None else [("cufile", Settings(4096, 8, False, True, 2))]
+        )
         assert handle.engine.endswith("(compat)") == compat
         assert handle.stats()["compat"] == compat
         assert handle.engine_refusals.get("cufile") == ("nvidia-fs or not" if compat else None)
@@ -217,8 +220,8 @@ def test_what_is_pinned_is_registered_with_cufile_once(
         calls.append(("deregister", address))
         return True
 
-    def start_scheduler(_: str, *settings: Any) -> Any:
-        return make_scheduler("threads", *settings)
+    def start_scheduler(_: str, settings: Settings) -> Any:
+        return make_scheduler(settings._replace(engine="threads"))
 
     monkeypatch.setattr(gds._core, "register_gpu_buffer", register)
     monkeypatch.setattr(gds._core, "deregister_gpu_buffer", deregister)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tensorferry.tuning.candidates import candidates, candidates_of_json, common
 from tensorferry.tuning.deciding import decide
 
 DEFAULT = Settings(overlap_events=True, engine="io_uring")
-CANDIDATES = [replace(DEFAULT, queue_depth=depth) for depth in range(1, 13)]
+CANDIDATES = [DEFAULT._replace(queue_depth=depth) for depth in range(1, 13)]
 MEASURED_SECONDS = 0.02
 
 

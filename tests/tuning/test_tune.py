@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections import Counter
@@ -112,7 +111,7 @@ def test_measuring_leaves_no_threads_and_descriptors(directory: Path) -> None:
     before, opened = leaks.steady(ours), Counter(leaks.descriptors())
     with Drive(directory, 16 * MIB) as drive:
         for depth in range(1, 20):  # more settings than are kept
-            drive.measure(dataclasses.replace(GOOD[0], queue_depth=depth), "write")
+            drive.measure(GOOD[0]._replace(queue_depth=depth), "write")
         assert leaks.settled(lambda: ours() - before != set())
     assert leaks.settled(lambda: ours() <= before and Counter(leaks.descriptors()) <= opened)
 

@@ -43,9 +43,8 @@ def open_lock_file(path: str | os.PathLike[str]) -> int:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
-    except (
-        PermissionError
-    ) as refused:  # another user's file: a read-only descriptor suffices for a shared lock
+    except PermissionError as refused:
+        # Another user's file: a read-only descriptor suffices for a shared lock.
         try:
             descriptor = os.open(path, flags | os.O_RDONLY)
         except OSError:  # the file does not exist and may not be created

@@ -319,9 +319,8 @@ def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int,
 
     Yield (offset in the window, number of the first position, number after the last position, bytes) for each part.
     """
-    inner = (
-        unit - (chosen[-1] - chosen[0]) * stride
-    )  # the bytes of one position, fewer than TINY_NBYTES
+    # The bytes of one position, fewer than TINY_NBYTES.
+    inner = unit - (chosen[-1] - chosen[0]) * stride
     first = 0
     for at in range(1, len(chosen) + 1):
         if at == len(chosen) or (chosen[at] - chosen[first]) * stride + inner > WINDOW_NBYTES:

@@ -81,9 +81,8 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         *,
         num_threads: int | None = None,
     ) -> None:
-        self._compat: str | None = (
-            None  # the reason why cuFile does not bypass host memory; None if it does
-        )
+        # The reason why cuFile does not bypass host memory; None if it does.
+        self._compat: str | None = None
         self._uses_cufile = False
         self._pinner = object()  # identifies this handle in _pins
         super().__init__(
@@ -95,7 +94,7 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
             num_threads=num_threads,
         )
 
-    def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
+    def _make_scheduler(self, automatic: bool) -> AnyScheduler:
         # Imported here, because it would add noticeably to the time of `import tensorferry`.
         from tensorferry.base.libraries import cufile_folders
 
@@ -111,8 +110,8 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         self._compat = None if native else detail
         self._uses_cufile = native or forced == "cufile"
         if self._uses_cufile:
-            return start_scheduler("cufile", *self._settings_of_workers())
-        return super()._make_scheduler(engine, automatic)
+            return start_scheduler("cufile", self._own_settings)
+        return super()._make_scheduler(automatic)
 
     # Memory
 

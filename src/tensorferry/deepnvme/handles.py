@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import operator
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
@@ -22,7 +23,7 @@ from tensorferry.transfer.defaults import (
     MAX_QUEUE_DEPTH,
 )
 from tensorferry.transfer.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
-from tensorferry.transfer.requests import start, transfer
+from tensorferry.transfer.requests import start, text_of, transfer
 from tensorferry.transfer.runtime import (
     AnyScheduler,
     automatic_scheduler,
@@ -30,6 +31,7 @@ from tensorferry.transfer.runtime import (
     default_scheduler,
     make_scheduler,
 )
+from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tensorferry.transfer.futures import Future
-    from tensorferry.transfer.settings import Settings
 
 # Slices of a buffer at multiples of this alignment need no copy on any drive.
 _ALIGNMENT = 4096
@@ -53,16 +54,6 @@ class _Default(int):
 class _DefaultFalse(_Default):
     def __repr__(self) -> str:
         return "False"
-
-
-class _HandleSettings(NamedTuple):
-    """The settings that were passed to a handle's constructor."""
-
-    block_size: int
-    queue_depth: int
-    single_submit: bool
-    overlap_events: bool
-    intra_op_parallelism: int
 
 
 # Defaults of all handles.
@@ -153,15 +144,10 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         num_threads: int | None = None,
         engine: str | None = None,
     ) -> None:
-        no_setting_given = (
-            block_size is BLOCK_SIZE
-            and queue_depth is QUEUE_DEPTH
-            and single_submit is SINGLE_SUBMIT
-            and overlap_events is OVERLAP_EVENTS
-            and intra_op_parallelism is PARALLELISM
-            and num_threads is None
-            and engine is None
-        )
+        given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        defaults = (BLOCK_SIZE, QUEUE_DEPTH, SINGLE_SUBMIT, OVERLAP_EVENTS, PARALLELISM)
+        same = all(map(operator.is_, given, defaults))
+        automatic = same and num_threads is None and engine is None
         if num_threads is not None:
             if intra_op_parallelism not in (1, num_threads):
                 raise ValueError(
@@ -169,7 +155,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                     f"(got {num_threads!r} and {intra_op_parallelism!r})"
                 )
             intra_op_parallelism = num_threads
-        self._own_settings = _HandleSettings(
+        self._own_settings = Settings(
             block_size=positive(block_size, "block_size", MAX_BLOCK_NBYTES),
             queue_depth=positive(queue_depth, "queue_depth", MAX_QUEUE_DEPTH),
             single_submit=bool(single_submit),
@@ -177,29 +163,18 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             intra_op_parallelism=positive(
                 intra_op_parallelism, "intra_op_parallelism", MAX_PARALLELISM
             ),
+            engine=engine,
         )
         # Reentrant, because a signal handler may use the handle while its thread holds a lock.
         self._lock, self._closing = threading.RLock(), threading.RLock()
         self._pending: list[_Operation] = []
-        self._awaited: dict[
-            int, list[_Operation]
-        ] = {}  # the operations of each wait() that has not returned
-        self._scheduler: AnyScheduler = self._make_scheduler(engine, no_setting_given)
+        # The operations of each wait() that has not returned.
+        self._awaited: dict[int, list[_Operation]] = {}
+        self._scheduler: AnyScheduler = self._make_scheduler(automatic)
 
-    def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
+    def _make_scheduler(self, automatic: bool) -> AnyScheduler:
         """Start workers with the given settings, or with the profiles of file systems if ``automatic``."""
-        if automatic:
-            return automatic_scheduler()
-        return make_scheduler(engine, *self._settings_of_workers())
-
-    def _settings_of_workers(self) -> tuple[int, int, int, bool]:
-        given = self._own_settings
-        return (
-            given.block_size,
-            given.queue_depth,
-            given.intra_op_parallelism,
-            given.single_submit,
-        )
+        return automatic_scheduler() if automatic else make_scheduler(self._own_settings)
 
     # Transfers
 
@@ -477,7 +452,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         """
         return self._scheduler.stats()
 
-    def _settings(self) -> _HandleSettings | Settings:
+    def _settings(self) -> Settings:
         scheduler = self._scheduler
         if isinstance(scheduler, _core.Scheduler):
             return self._own_settings
@@ -496,9 +471,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def _close(self, *, interruptible: bool = False) -> None:
         if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
             return
-        with (
-            self._closing
-        ):  # a second thread that calls close() also returns only when the handle is closed
+        # A second thread that calls close() also returns only when the handle is closed.
+        with self._closing:
             close_scheduler(self._scheduler, interruptible=interruptible)
             self._release_resources()
             with self._lock:
@@ -518,9 +492,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def __repr__(self) -> str:
         if not hasattr(self, "_scheduler"):
             return f"<tensorferry.{type(self).__name__}: not initialized>"
-        given = ", ".join(
-            f"{name}={value!r}" for name, value in self._own_settings._asdict().items()
-        )
+        settings = self._own_settings.as_deepspeed()
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         try:
             self._scheduler.check_usable()
         except ValueError:
@@ -605,7 +578,7 @@ class _Operation:
                 return StorageError(
                     error.errno,
                     f"validation failed: {error.strerror}",
-                    _text_of(self._filename),
+                    text_of(self._filename),
                     offset=self._offset,
                     expected=self._memory[1],
                     transferred=self._memory[1],
@@ -624,7 +597,8 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
     """Raise a StorageError with EIO if file and memory differ. The file is read with pread(), not by tensorferry."""
-    path = _text_of(filename)
+    # A descriptor is reopened through /proc, because one that was opened for writing cannot be read.
+    path = text_of(filename)
     with open(path, "rb", buffering=0) as file:
         for begin, part in _chunks(memory):
             found = os.pread(file.fileno(), len(part), offset + begin)
@@ -641,11 +615,6 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
                     expected=memory[1],
                     transferred=memory[1],
                 )
-
-
-def _text_of(filename: Path | int) -> str:
-    # A descriptor is reopened through /proc, because one that was opened for writing cannot be read.
-    return f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
 
 
 def _chunks(memory: Memory) -> Iterator[tuple[int, memoryview]]:

@@ -373,9 +373,8 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
 def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
     if writable and view.readonly:
         raise ValueError(f"{name}: cannot read into a read-only buffer")
-    if "O" in re.sub(
-        ":[^:]*:", "", view.format
-    ):  # field names, which are between colons, may have an O
+    # Field names, which are between colons, may have an O.
+    if "O" in re.sub(":[^:]*:", "", view.format):
         raise ValueError(f"{name}: a buffer of Python objects cannot be transferred as bytes")
     if not view.c_contiguous:
         if writable:
@@ -412,9 +411,8 @@ def _of_cuda_array(
     if writable and (read_only or _is_immutable(array)):
         raise ValueError(f"{name}: cannot read into a read-only {kind}")
     stream = interface.get("stream")
-    if (
-        stream == 0
-    ):  # forbidden by the protocol: 0 could mean the legacy or the per-thread default stream
+    # Forbidden by the protocol: 0 could mean the legacy or the per-thread default stream.
+    if stream == 0:
         raise ValueError(
             f"{name}: the stream of a {kind} is 0, which the CUDA array interface forbids"
         )

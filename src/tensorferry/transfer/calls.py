@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, is_pair
 from tensorferry.transfer.arrays import memory_of, memory_or_segments
@@ -16,12 +16,25 @@ from tensorferry.transfer.striped import StripedFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from typing_extensions import Unpack
+
     from tensorferry.base.checks import Readable
     from tensorferry.transfer.arrays import AnyMemory, Array
     from tensorferry.transfer.checksums import Checksums
-    from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.files import Priority, ReadOptions
 
     _Path = TypeVar("_Path", bound=Path)
+
+    # Options that the overloads of a function share. The function itself has them with their defaults.
+    class _ReadOptions(ReadOptions, total=False):
+        direct: Direct
+
+    class _OpenOptions(TypedDict, total=False):
+        direct: Direct
+        engine: str | None
+        block_size: int | None
+        queue_depth: int | None
+
 
 # An argument that is returned unchanged: one array, or a list or tuple of arrays and of numbers of bytes to skip.
 _ArrayArgument = TypeVar("_ArrayArgument", bound="Array | Sequence[Array | int]")
@@ -125,23 +138,11 @@ def write(
 
 @overload
 def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
-    path: Path,
-    array: _ArrayArgument,
-    offset: int = 0,
-    *,
-    direct: Direct = "auto",
-    priority: Priority = "normal",
-    checksums: Checksums | None = None,
+    path: Path, array: _ArrayArgument, offset: int = 0, **options: Unpack[_ReadOptions]
 ) -> _ArrayArgument: ...
 @overload
 def read(
-    path: Path,
-    array: Iterable[Array | int],
-    offset: int = 0,
-    *,
-    direct: Direct = "auto",
-    priority: Priority = "normal",
-    checksums: Checksums | None = None,
+    path: Path, array: Iterable[Array | int], offset: int = 0, **options: Unpack[_ReadOptions]
 ) -> list[Any]: ...
 def read(
     path: Path,
@@ -341,21 +342,10 @@ def open(
     mode: str = "r",
     *,
     stripe_nbytes: int | None = None,
-    direct: Direct = "auto",
-    engine: str | None = None,
-    block_size: int | None = None,
-    queue_depth: int | None = None,
+    **options: Unpack[_OpenOptions],
 ) -> StripedFile: ...
 @overload
-def open(
-    path: Readable,
-    mode: str = "r",
-    *,
-    direct: Direct = "auto",
-    engine: str | None = None,
-    block_size: int | None = None,
-    queue_depth: int | None = None,
-) -> File: ...
+def open(path: Readable, mode: str = "r", **options: Unpack[_OpenOptions]) -> File: ...
 def open(
     path: Readable | list[_Path] | tuple[Path, ...],
     mode: str = "r",

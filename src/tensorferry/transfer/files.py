@@ -6,12 +6,11 @@ import abc
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
 from tensorferry import _core
 from tensorferry.base.checks import (
     Direct,
-    Path,
     Readable,
     checked_offset,
     checked_path,
@@ -42,23 +41,35 @@ from tensorferry.transfer.runtime import (
     warn_of_abandoned_io,
     with_descriptors,
 )
+from tensorferry.transfer.settings import Settings
 from tensorferry.transfer.streams import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from typing_extensions import Unpack
 
     from tensorferry.transfer.arrays import Array
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.futures import Future
     from tensorferry.transfer.remote import Version
 
-    _Path = TypeVar("_Path", bound=Path)
+    # Options that the overloads of a method share. The method itself has them with their defaults.
+    class ReadOptions(TypedDict, total=False):  # noqa: D101
+        priority: Priority
+        checksums: Checksums | None
+
+    class WriteOptions(ReadOptions, total=False):  # noqa: D101
+        sync: bool
+
 
 _Array = TypeVar("_Array")
 # An argument that is returned unchanged: one array, or a list or tuple of arrays and of numbers of bytes to skip.
 _ArrayArgument = TypeVar("_ArrayArgument", bound="Array | Sequence[Array | int]")
 
 Priority: TypeAlias = "Literal['normal', 'background']"
+# How one transfer is made: (write, sync, background, checksums).
+How: TypeAlias = "tuple[bool, bool, bool, Checksums | None]"
 
 # mode: read, write, create, exclusive, truncate
 _MODES = {
@@ -82,21 +93,11 @@ class TransferMethods(abc.ABC):
 
     @overload
     def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self,
-        array: _ArrayArgument,
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
     ) -> _ArrayArgument: ...
     @overload
     def read(
-        self,
-        array: Iterable[Array | int],
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
     ) -> list[Any]: ...
     def read(
         self,
@@ -107,7 +108,7 @@ class TransferMethods(abc.ABC):
         checksums: Checksums | None = None,
     ) -> Any:
         """Fill an array, or several, with the bytes at ``offset``, and return ``array``. See :func:`read`."""
-        return self._transfer(array, offset, priority, checksums, write=False)
+        return self._transfer(array, offset, (False, False, in_background(priority), checksums))
 
     def write(
         self,
@@ -122,25 +123,15 @@ class TransferMethods(abc.ABC):
 
         See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`File.truncate` shortens it.
         """
-        self._transfer(array, offset, priority, checksums, write=True, sync=sync)
+        self._transfer(array, offset, (True, sync, in_background(priority), checksums))
 
     @overload
     def read_into(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self,
-        array: _ArrayArgument,
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
     ) -> Future[_ArrayArgument]: ...
     @overload
     def read_into(
-        self,
-        array: Iterable[Array | int],
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
     ) -> Future[list[Any]]: ...
     def read_into(
         self,
@@ -157,27 +148,15 @@ class TransferMethods(abc.ABC):
         Future
             Its result is ``array``.
         """
-        return self._start(array, offset, priority, checksums, write=False)
+        return self._start(array, offset, (False, False, in_background(priority), checksums))
 
     @overload
     def write_from(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self,
-        array: _ArrayArgument,
-        offset: int = 0,
-        *,
-        sync: bool = False,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[WriteOptions]
     ) -> Future[_ArrayArgument]: ...
     @overload
     def write_from(
-        self,
-        array: Iterable[Array],
-        offset: int = 0,
-        *,
-        sync: bool = False,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
+        self, array: Iterable[Array], offset: int = 0, **options: Unpack[WriteOptions]
     ) -> Future[list[Any]]: ...
     def write_from(
         self,
@@ -195,7 +174,7 @@ class TransferMethods(abc.ABC):
         Future
             Its result is ``array``.
         """
-        return self._start(array, offset, priority, checksums, write=True, sync=sync)
+        return self._start(array, offset, (True, sync, in_background(priority), checksums))
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -218,28 +197,10 @@ class TransferMethods(abc.ABC):
         """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
 
     @abc.abstractmethod
-    def _transfer(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> _Array: ...
+    def _transfer(self, array: _Array, offset: int, how: How) -> _Array: ...
 
     @abc.abstractmethod
-    def _start(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> Future[_Array]: ...
+    def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]: ...
 
 
 class File(TransferMethods):
@@ -391,13 +352,12 @@ class File(TransferMethods):
         file = self._open_file(writing=True)
         offset = checked_offset(offset, nbytes_reserved)
         nbytes_reserved = checked_offset(nbytes_reserved, 0, "nbytes_reserved")
-        background = in_background(priority)
         return Stream(
             scheduler_of(self._scheduler, file, True),
             file,
             offset,
             checksums=checksums,
-            background=background,
+            background=in_background(priority),
             nbytes_reserved=nbytes_reserved,
         )
 
@@ -443,9 +403,8 @@ class File(TransferMethods):
         if not self._scheduler.belongs_to_this_process():
             self._file = None
             return
-        with (
-            self._closing
-        ):  # a second thread that calls close() also returns only when the file is closed
+        # A second thread that calls close() also returns only when the file is closed.
+        with self._closing:
             file, self._file = self._file, None
             if file is None:
                 return
@@ -508,18 +467,10 @@ class File(TransferMethods):
             raise ValueError(f"the file {self._path!r} was not opened for writing")
         return self._file
 
-    def _transfer(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> _Array:
+    def _transfer(self, array: _Array, offset: int, how: How) -> _Array:
+        write, sync, background, checksums = how
         file = self._open_file(reading=not write, writing=write)
-        scheduler, background = self._scheduler, in_background(priority)
+        scheduler = self._scheduler
         # run_plain handles the common kinds of arrays in one call of the core, and returns False for all others. This
         # saves time, because in a small read the Python code takes longer than everything else except the drive.
         if checksums is None and scheduler.run_plain(file, array, offset, write, sync, background):
@@ -537,18 +488,10 @@ class File(TransferMethods):
         )
         return array
 
-    def _start(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> Future[_Array]:
+    def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]:
+        write, sync, background, checksums = how
         file = self._open_file(reading=not write, writing=write)
-        scheduler, background = self._scheduler, in_background(priority)
+        scheduler = self._scheduler
         future = None
         if checksums is None:
             future = with_descriptors(
@@ -599,13 +542,9 @@ def scheduler_for_settings(
         return None
     block = DEFAULT_BLOCK_NBYTES if block_size is None else block_size
     depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
-    return make_scheduler(
-        engine,
-        positive(block, "block_size", MAX_BLOCK_NBYTES),
-        positive(depth, "queue_depth", MAX_QUEUE_DEPTH),
-        1,
-        False,
-    )
+    block = positive(block, "block_size", MAX_BLOCK_NBYTES)
+    depth = positive(depth, "queue_depth", MAX_QUEUE_DEPTH)
+    return make_scheduler(Settings(block, depth, engine=engine))
 
 
 def in_background(priority: Priority) -> bool:

@@ -163,9 +163,8 @@ class _CallbackThread:
             self._callbacks[token] = callback
         try:
             request.notify(self._queue, token)
-        except (
-            BaseException
-        ):  # KeyboardInterrupt: an entry that is never notified would keep its array for ever
+        except BaseException:
+            # KeyboardInterrupt: an entry that is never notified would keep its array for ever.
             self._callbacks.pop(token, None)
             raise
 
@@ -187,9 +186,8 @@ class _CallbackThread:
                 except BaseException:
                     # Not even a SystemExit may end the thread: the other callbacks would never be called.
                     _log_exception(callback)
-                del (
-                    callback
-                )  # otherwise its future and array stay referenced while the thread sleeps
+                # Otherwise its future and array stay referenced while the thread sleeps.
+                del callback
             if not tokens:
                 if self._stopping:
                     return

@@ -158,9 +158,8 @@ class NewFile(Owned):
         """
         if self.is_parents:
             return
-        with (
-            contextlib.ExitStack() as cleanup
-        ):  # closes and removes the file even after a KeyboardInterrupt
+        # Closes and removes the file even after a KeyboardInterrupt.
+        with contextlib.ExitStack() as cleanup:
             if self._created:
                 cleanup.callback(Path(self.path).unlink, missing_ok=True)
             cleanup.callback(self._file.close)

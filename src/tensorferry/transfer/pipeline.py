@@ -168,9 +168,8 @@ class Pipeline(Owned, Generic[_Read]):
     ) -> None:
         self._set_owner()
         self._held: deque[_Read] = deque()  # started and not released, in the order of their start
-        self.lock = (
-            threading.RLock()
-        )  # reentrant, because a signal handler may use the pipeline, too
+        # Reentrant, because a signal handler may use the pipeline, too.
+        self.lock = threading.RLock()
         self.files: dict[Any, File] = {}
         self.nbytes_read = 0
         self.closed = False
@@ -178,15 +177,12 @@ class Pipeline(Owned, Generic[_Read]):
         self._by_itself = automatic
         self.ahead_nbytes = read_ahead_nbytes(far=far)
         self._source = iter(reads)
-        self._waiting: deque[_Read] = (
-            deque()
-        )  # not started, except that after an interruption the first one may have started
-        self._in_flight: deque[_Read] = (
-            deque()
-        )  # started; reads that have ended are removed from the front
-        self._read_end = self._held_end = (
-            0  # the sums of bytes read and of memory over all reads that have started
-        )
+        # Not started, except that after an interruption the first one may have started.
+        self._waiting: deque[_Read] = deque()
+        # Started; reads that have ended are removed from the front.
+        self._in_flight: deque[_Read] = deque()
+        # The sums of bytes read and of memory over all reads that have started.
+        self._read_end = self._held_end = 0
 
     def add(self, read: _Read) -> None:
         """Append a read, which starts after those before it as soon as the limits allow."""
@@ -295,16 +291,14 @@ class Pipeline(Owned, Generic[_Read]):
         with self.lock:
             self.closed = True
             self._waiting.clear()
-            self._source = iter(
-                ()
-            )  # the old iterator may hold all reads, and with them their memory
+            # The old iterator may hold all reads, and with them their memory.
+            self._source = iter(())
             # Released reads belong to the caller and are not cancelled.
             reads = [read for read in self._held if not read.released]
             for read in reads:
                 read.cancel()
-            with (
-                contextlib.ExitStack() as closing
-            ):  # completes the cleanup even after another KeyboardInterrupt
+            # Completes the cleanup even after another KeyboardInterrupt.
+            with contextlib.ExitStack() as closing:
                 for read in reads if wait else ():
                     closing.callback(read.cancel, wait=True)
                 for file in self.files.values():

@@ -9,7 +9,6 @@ the plain scheduler, which has default settings.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -55,9 +54,8 @@ class SchedulerGroup:
     def __init__(self, plain: _core.Scheduler) -> None:
         self.plain = plain
         self._latest = plain
-        self._settings: dict[
-            _core.Scheduler, Settings
-        ] = {}  # of all schedulers except the plain one
+        # Of all schedulers except the plain one.
+        self._settings: dict[_core.Scheduler, Settings] = {}
 
     def of(
         self, file: _core.File, write: bool, location: Location | None = None
@@ -75,22 +73,15 @@ class SchedulerGroup:
 
     def run(self, file: _core.File, *arguments: Any) -> _core.Request | None:
         """Move one array in a blocking call; see `_core.Scheduler.run`."""
-        write, location = arguments[3], arguments[9] if len(arguments) > 9 else None
-        return self.of(file, write, location).run(file, *arguments)
+        return self.of(file, arguments[3], arguments[9]).run(file, *arguments)
 
-    def run_plain(
-        self, file: _core.File, array: object, offset: object, write: bool, *how: bool
-    ) -> bool:
+    def run_plain(self, file: _core.File, *arguments: Any) -> bool:
         """Move one contiguous array in host memory in a blocking call; see `_core.Scheduler.run_plain`."""
-        sync, background = how
-        return self.of(file, write).run_plain(file, array, offset, write, sync, background)
+        return self.of(file, arguments[2]).run_plain(file, *arguments)
 
-    def start_plain(
-        self, file: _core.File, array: object, offset: object, write: bool, *how: bool
-    ) -> Any:
+    def start_plain(self, file: _core.File, *arguments: Any) -> Any:
         """Start to move one contiguous array in host memory; see `_core.Scheduler.start_plain`."""
-        sync, background = how
-        return self.of(file, write).start_plain(file, array, offset, write, sync, background)
+        return self.of(file, arguments[2]).start_plain(file, *arguments)
 
     def latest_settings(self) -> Settings | None:
         """Return the settings of the last transfer if they were those of a profile, else None."""
@@ -254,7 +245,7 @@ class ProfiledScheduler(SchedulerGroup):
                     found = FileSystemSchedulers(self.plain, tuned, self._settings)
                     self._in_use = self._in_use | {
                         system.mount_point: {
-                            " ".join(each.use): dataclasses.asdict(each.settings)
+                            " ".join(each.use): each.settings._asdict()
                             for each in profiles
                             if tuned[each.use] is not self.plain
                         }
@@ -272,7 +263,7 @@ class ProfiledScheduler(SchedulerGroup):
             scheduler = self._make(settings)
         except EngineUnavailableError:
             # An engine that was tuned outside of a container may not work inside.
-            scheduler = self._make(dataclasses.replace(settings, engine=None))
+            scheduler = self._make(settings._replace(engine=None))
         # Replace the dict instead of changing it, because other threads may be iterating over it without the lock.
         self._settings = {**self._settings, scheduler: settings}
         return scheduler

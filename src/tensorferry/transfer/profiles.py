@@ -10,6 +10,7 @@ must not end a training run.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -79,6 +80,10 @@ class Profile:
     def use(self) -> Use:
         """The transfers that the profile is for: (direction, memory)."""
         return self.direction, self.memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as it is stored."""
+        return dataclasses.asdict(self) | {"settings": self.settings._asdict()}
 
 
 def memory_name(device: int | None) -> str:

@@ -32,6 +32,7 @@ from tensorferry.base.checks import absolute_path, checked_path, is_pair, is_url
 from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer.runtime import start_scheduler
+from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
     import pathlib
@@ -297,7 +298,8 @@ class ObjectPath(os.PathLike[str]):
             found = usable_obstore().get(store, key)
             data = bytes(found.bytes())
             if len(data) != found.meta["size"]:
-                raise _InvalidResponseError(f"received {len(data)} of {found.meta['size']} bytes")
+                what = f"received {len(data)} of {found.meta['size']} bytes"
+                raise _ReadError(errno.EBADMSG, what)
             return data
 
         return self._request_found(read)  # type: ignore[no-any-return]
@@ -317,30 +319,12 @@ class ObjectPath(os.PathLike[str]):
             raise
 
 
-class _InvalidResponseError(Exception):
-    """A response does not have the requested bytes."""
+class _ReadError(Exception):
+    """The reason why bytes of an object were not read, with the errno of the StorageError that is made from it."""
 
-    errno = errno.EBADMSG
-
-
-class _ChangedError(Exception):
-    """The object's version is not the one that was opened."""
-
-    errno = errno.ESTALE
-
-
-class _ExitingError(Exception):
-    """A request was cancelled because the interpreter is exiting."""
-
-    errno = errno.ECANCELED
-
-
-class _RefusedError(Exception):
-    """An exception of obstore, with an errno."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(_reason(error))
-        self.errno = _errno_of(error)
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.errno = number
 
 
 class _Reader:
@@ -370,23 +354,23 @@ class _Reader:
         try:
             answer = usable_obstore().get(self._store, self._key, options=options)
             if (found := Version._of(answer.meta)) != self._version:
-                raise _ChangedError(
+                what = (
                     f"the object has changed since it was opened: from {self._version} to {found}"
                 )
+                raise _ReadError(errno.ESTALE, what)
             # Read the whole response without pause: a connection that is not read stalls.
             for chunk in answer.stream(min_chunk_size=nbytes):
                 received_nbytes += len(chunk)
                 yield chunk
                 _check_exiting()
             if received_nbytes != nbytes:
-                raise _InvalidResponseError(f"received {received_nbytes} bytes")
-        except (_InvalidResponseError, _ChangedError, _ExitingError) as error:
+                raise _ReadError(errno.EBADMSG, f"received {received_nbytes} bytes")
+        except _ReadError as error:
             error.args = (f"bytes {offset} to {end}: {error}",)
             raise
         except Exception as error:
-            failure = _RefusedError(error)
-            failure.args = (f"bytes {offset} to {end}, {received_nbytes} received: {failure}",)
-            raise failure from None
+            what = f"bytes {offset} to {end}, {received_nbytes} received: {_reason(error)}"
+            raise _ReadError(_errno_of(error), what) from None
 
 
 @atexit.register
@@ -402,7 +386,7 @@ def _refuse_requests() -> None:
 
 def _check_exiting() -> None:
     if _exiting:
-        raise _ExitingError("the interpreter is exiting")
+        raise _ReadError(errno.ECANCELED, "the interpreter is exiting")
 
 
 def _call_interruptibly(ask: Callable[[], Any]) -> Any:
@@ -441,9 +425,11 @@ def _reason(error: Exception) -> str:
 
 
 def _errno_of(error: Exception) -> int:
-    """Return the errno that corresponds to an exception of obstore."""
+    """Return the errno that corresponds to an exception of obstore, or of this module."""
     from obstore import exceptions
 
+    if isinstance(error, _ReadError):
+        return error.errno
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
@@ -461,8 +447,6 @@ def _request(ask: Callable[[], Any], text: str) -> Any:
         return _call_interruptibly(ask)
     except (ImportError, RuntimeError):
         raise
-    except _InvalidResponseError as error:
-        raise StorageError(error.errno, f"{os.strerror(error.errno)}; {error}", text) from None
     except Exception as error:
         number = _errno_of(error)
         raise StorageError(number, f"{os.strerror(number)}; {_reason(error)}", text) from None
@@ -572,5 +556,5 @@ def _shared_scheduler() -> _core.Scheduler:
     global _scheduler
     with _lock:
         if _scheduler is None or not _scheduler.belongs_to_this_process():
-            _scheduler = start_scheduler("threads", _REQUEST_NBYTES, _REQUESTS, 1, False)
+            _scheduler = start_scheduler("threads", Settings(_REQUEST_NBYTES, _REQUESTS))
         return _scheduler

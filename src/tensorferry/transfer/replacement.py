@@ -471,15 +471,12 @@ def _copy_permissions(descriptor: int, path: str, old: os.stat_result) -> None:
             mode &= ~(stat.S_ISUID | stat.S_ISGID)
             try:
                 os.fchown(descriptor, -1, old.st_gid)
-            except (
-                OSError
-            ):  # members of the new file's group had the rights of "others" on the old file
+            except OSError:
+                # Members of the new file's group had the rights of "others" on the old file.
                 mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
     try:
-        acl, own = (
-            _acl_of(path),
-            _acl_of(descriptor),
-        )  # a directory's default ACL may have given the new file one
+        # A directory's default ACL may have given the new file one.
+        acl, own = _acl_of(path), _acl_of(descriptor)
         if acl is not None:
             os.setxattr(descriptor, _ACL, acl)
         elif own is not None:

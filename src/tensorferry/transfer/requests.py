@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -28,7 +29,7 @@ from tensorferry.transfer.futures import Future
 from tensorferry.transfer.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from tensorferry.transfer.checksums import Checksums
@@ -153,7 +154,7 @@ def start(
             checksums._release(sums)
         raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
-    future._is_about(write, _text_of(target), offset, memory[1])
+    future._is_about(write, text_of(target), offset, memory[1])
     return future
 
 
@@ -189,7 +190,7 @@ def write_segments(
     the gaps keep their bytes in the file.
     """
     requests: list[_core.Request] = []
-    try:
+    with _cancelled_on_error(requests):
         for scheduler, file, segments, offset in parts:
             served = scheduler_of(scheduler, file, True)
             served.check_usable()
@@ -208,18 +209,27 @@ def write_segments(
                     raise refusal
         for request in requests:
             request.wait(None)
+    failures = [failure for request in requests for _, failure in request.failures()]
+    if failures:
+        raise first_error(failures, "of this call")
+
+
+@contextlib.contextmanager
+def _cancelled_on_error(requests: Collection[_core.Request]) -> Iterator[None]:
+    """If the block raises, cancel the requests, and wait for them.
+
+    KeyboardInterrupt is raised without waiting: a request holds references to the arrays until it ends.
+    """
+    try:
+        yield
     except BaseException as error:
         for request in requests:
             request.cancel()
             request.seal()
-        # KeyboardInterrupt is raised without waiting: the request holds references to the rows until it ends.
         if isinstance(error, Exception):
             for request in requests:
                 request.wait(None)
         raise
-    failures = [failure for request in requests for _, failure in request.failures()]
-    if failures:
-        raise first_error(failures, "of this call")
 
 
 def _core_arguments(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | None]:
@@ -237,10 +247,11 @@ def _failure_of_memory(
     """Return an error if the array's memory was released or resized before its transfer ended, else None."""
     if not has_moved(memory):
         return None
-    return memory_moved(_text_of(target), offset, memory[1])
+    return memory_moved(text_of(target), offset, memory[1])
 
 
-def _text_of(target: Path | int | _core.File) -> str:
+def text_of(target: Path | int | _core.File) -> str:
+    """Return a path by which the file of a request can be opened."""
     if isinstance(target, _core.File):
         return target.path
     return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
@@ -291,7 +302,7 @@ def transfer_many(
         raise first_error([failure for _, failure in failures], "of this call")
     index = _core.first_moved(batch.addresses, batch.nbytes, batch.owners)
     if index is not None:
-        path = _text_of(batch.paths[index])
+        path = text_of(batch.paths[index])
         raise memory_moved(path, batch.offsets[index], batch.nbytes[index])
 
 
@@ -317,7 +328,7 @@ def _replaced_paths(
         first = first_of_file.setdefault(files.get(path, path), index)
         if first != index:
             raise ValueError(
-                f"items[{index}]: {_text_of(path)!r} is already replaced by items[{first}]; "
+                f"items[{index}]: {text_of(path)!r} is already replaced by items[{first}]; "
                 "give an offset for each piece of one file"
             )
     return {paths[index] for index in whole}
@@ -431,28 +442,19 @@ class _BatchTransfer:
 
     def run(self) -> list[tuple[int, StorageError]]:
         """Move all items; return the position and error of each one that failed, in the caller's order."""
-        requests = self._requests
-        try:
+        requests = self._requests.values()  # a view, which also has those that are added later
+        with _cancelled_on_error(requests):
             begin = 0
             while begin < len(self._batch.paths):
                 end = self._end_of_chunk(begin)
                 self._submit(begin, end)
                 begin = end
-            for request in requests.values():
+            for request in requests:
                 request.seal()
-            for request in requests.values():
+            for request in requests:
                 request.wait(None)
-        except BaseException as error:
-            for request in requests.values():
-                request.cancel()
-                request.seal()
-            # KeyboardInterrupt is raised without waiting: the requests hold references to the arrays until they end.
-            if isinstance(error, Exception):
-                for request in requests.values():
-                    request.wait(None)
-            raise
         failures = dict(self._refused)
-        for request in requests.values():
+        for request in requests:
             failures.update(request.failures())
         order = self._order
         return sorted(((order[at], why) for at, why in failures.items()), key=lambda one: one[0])

@@ -15,13 +15,13 @@ from tensorferry.base.caller_warnings import warn
 from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
-from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
+from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES
+from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tensorferry.transfer.profile_schedulers import SchedulerGroup
-    from tensorferry.transfer.settings import Settings
 
 # Explicit settings make one scheduler. With stored profiles the default scheduler is a group: several schedulers behind
 # the interface of one.
@@ -57,66 +57,44 @@ def engines() -> dict[str, str | None]:
     return dict(_core.probe_engines())
 
 
-def make_scheduler(
-    engine: str | None,
-    block_nbytes: int,
-    queue_depth: int,
-    worker_count: int,
-    single_submit: bool,
-) -> _core.Scheduler:
-    """Start a scheduler's workers with ``engine``, else with TENSORFERRY_ENGINE, else with the first that works.
+def make_scheduler(settings: Settings) -> _core.Scheduler:
+    """Start a scheduler's workers with the engine of the settings, else TENSORFERRY_ENGINE, else the first that works.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or the engine's name is unknown.
+        A setting is out of range, or the engine's name is unknown.
     EngineUnavailableError
         The engine does not work on this machine.
     """
+    engine = settings.engine
     if engine is None:
         engine = os.environ.get("TENSORFERRY_ENGINE") or ""
     if engine and engine not in _core.engine_names():
         raise ValueError(f"engine: {engine!r} is not one of {', '.join(_core.engine_names())}")
-    return start_scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
+    return start_scheduler(engine, settings)
 
 
-def start_scheduler(
-    engine: str,
-    block_nbytes: int,
-    queue_depth: int,
-    worker_count: int,
-    single_submit: bool,
-) -> _core.Scheduler:
+def start_scheduler(engine: str, settings: Settings) -> _core.Scheduler:
     """Start a scheduler's workers with an engine of the core; an empty name selects the first that works."""
-    large = _LARGE_BLOCK_NBYTES if block_nbytes == DEFAULT_BLOCK_NBYTES else block_nbytes
-    scheduler = _core.Scheduler(
-        engine, block_nbytes, large, queue_depth, worker_count, single_submit
-    )
+    block = settings.block_size
+    large = _LARGE_BLOCK_NBYTES if block == DEFAULT_BLOCK_NBYTES else block
+    how = settings.queue_depth, settings.intra_op_parallelism, settings.single_submit
+    scheduler = _core.Scheduler(engine, block, large, *how)
     _schedulers.add(scheduler)
     return scheduler
 
 
-def scheduler_with(settings: Settings) -> _core.Scheduler:
-    """Call :func:`make_scheduler` with the settings of a profile or a sweep."""
-    return make_scheduler(
-        settings.engine,
-        settings.block_size,
-        settings.queue_depth,
-        settings.intra_op_parallelism,
-        settings.single_submit,
-    )
-
-
 def automatic_scheduler() -> AnyScheduler:
     """Return a new scheduler with default settings, and with the stored profiles if there are any."""
-    scheduler = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+    scheduler = make_scheduler(Settings())
     path = profiles_path()
     # An engine set in the environment is an explicit setting, which disables profiles.
     if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
         return scheduler
     from tensorferry.transfer.profile_schedulers import with_profiles
 
-    return with_profiles(scheduler, path, scheduler_with)
+    return with_profiles(scheduler, path, make_scheduler)
 
 
 def profiles_path() -> str | None:

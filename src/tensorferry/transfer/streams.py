@@ -107,9 +107,8 @@ class Stream:
             make(0, False) if checksums is None else checked(checksums)._attach_stream(make)
         )
         self._open = True
-        self._finish_pending = (
-            False  # begin_finish() has been called, and wait() has not yet returned
-        )
+        # begin_finish() has been called, and wait() has not yet returned.
+        self._finish_pending = False
         self._failure: Exception | None = None  # the reason for an abort
 
     @property
@@ -326,9 +325,8 @@ def _portions(arrays: Iterable[Any]) -> Iterator[list[Any]]:
     for array in arrays:
         portion.append(array)
         nbytes += getattr(array, "nbytes", _PORTION_NBYTES)
-        del (
-            array
-        )  # otherwise the loop variable would keep the last array alive after it has been copied
+        # Otherwise the loop variable would keep the last array alive after it has been copied.
+        del array
         if nbytes >= _PORTION_NBYTES or len(portion) == _PORTION_COUNT:
             yield portion
             portion, nbytes = [], 0

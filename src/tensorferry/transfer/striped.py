@@ -24,7 +24,6 @@ from tensorferry.transfer.arrays import AnyMemory, has_moved, memory_or_segments
 from tensorferry.transfer.files import (
     File,
     TransferMethods,
-    in_background,
     mode_flags,
     scheduler_for_settings,
 )
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tensorferry.transfer.arrays import Location
-    from tensorferry.transfer.checksums import Checksums
-    from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.files import How
     from tensorferry.transfer.runtime import AnyScheduler
 
 _Array = TypeVar("_Array")
@@ -137,7 +135,7 @@ class StripedFile(TransferMethods):
                 # Open without truncating. The files are truncated once all are open, so a failure loses no data.
                 file._open(name, (*how[:4], False), past_cache, own, own)
                 self._files.append(file)
-            if len({_identity(file) for file in self._files}) < len(names):
+            if len({file._open_file().identity for file in self._files}) < len(names):
                 raise _duplicate_path_error(names)
             if how[4]:
                 self.truncate(0)
@@ -251,7 +249,7 @@ class StripedFile(TransferMethods):
         failure: Exception | None = None
         for file in self._files:
             try:
-                file._close(_step_without_waiting if hung else wait_while_progressing)
+                file._close((lambda step, *_: step(0.0)) if hung else wait_while_progressing)
             except Exception as error:
                 failure = failure or error
         for reference in self._pending.take():
@@ -282,68 +280,55 @@ class StripedFile(TransferMethods):
 
     # Transfers
 
-    def _transfer(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> _Array:
-        files, array, memory, offset = self._prepare(array, offset, checksums, write)
-        background = in_background(priority)
+    def _transfer(self, array: _Array, offset: int, how: How) -> _Array:
+        files, array, memory, offset = self._prepare(array, offset, how)
+        write, sync, background, _ = how
         nbytes = memory[1]
         at = self._layout.file_of(offset)
         alone = [one for one, _, _ in self._ranges(offset, nbytes)] in ([], [at])
-        if (
-            alone and not sync
-        ):  # one file stores the range, and the calling thread may transfer it directly
-            if write:
-                self._reserve_space(files, offset, nbytes)
-            with self._errors_of_file(at, nbytes):
-                transfer(
-                    self._files[at]._scheduler,
-                    files[at],
-                    memory,
-                    self._layout.nbytes_in(at, offset),
-                    write=write,
-                    background=background,
-                )
-            return array
-        parts = FileRequests(self._failure, nbytes)
-        try:
-            self._submit_parts(parts, files, memory, offset, write, sync, background, memory)
-            parts.wait()
-        except (
-            BaseException
-        ):  # KeyboardInterrupt: blocks in flight keep the arrays referenced until they are complete
-            parts.cancel()
-            raise
-        if failure := parts.exception() or self._failure_of_memory(memory, offset):
-            raise failure
+        if not alone or sync:
+            parts = FileRequests(self._failure, nbytes)
+            try:
+                return self._start_parts(parts, files, array, memory, offset, how).result()
+            except BaseException:
+                # KeyboardInterrupt: blocks in flight keep the arrays referenced until they are complete.
+                parts.cancel()
+                raise
+        # One file stores the range, and the calling thread may transfer it directly.
+        if write:
+            self._reserve_space(files, offset, nbytes)
+        with self._errors_of_file(at, nbytes):
+            transfer(
+                self._files[at]._scheduler,
+                files[at],
+                memory,
+                self._layout.nbytes_in(at, offset),
+                write=write,
+                background=background,
+            )
         return array
 
-    def _start(
-        self,
-        array: _Array,
-        offset: int,
-        priority: Priority,
-        checksums: Checksums | None,
-        *,
-        write: bool,
-        sync: bool = False,
-    ) -> Future[_Array]:
-        files, array, memory, offset = self._prepare(array, offset, checksums, write)
-        future = Future(array, memory)
+    def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]:
+        files, array, memory, offset = self._prepare(array, offset, how)
         parts = FileRequests(self._failure, memory[1])
-        self._submit_parts(
-            parts, files, memory, offset, write, sync, in_background(priority), future
-        )
-        future._start(parts, lambda: self._failure_of_memory(memory, offset))
-        future._is_about(write, ", ".join(self._paths), offset, memory[1])
+        future = self._start_parts(parts, files, array, memory, offset, how)
         self._pending.add(future)
+        return future
+
+    def _start_parts(
+        self,
+        parts: FileRequests,
+        files: list[_core.File],
+        array: _Array,
+        memory: AnyMemory,
+        offset: int,
+        how: How,
+    ) -> Future[_Array]:
+        """Start the part of each file, and return a future for all parts."""
+        future = Future(array, memory)
+        self._submit_parts(parts, files, memory, offset, how, future)
+        future._start(parts, lambda: self._failure_of_memory(memory, offset))
+        future._is_about(how[0], ", ".join(self._paths), offset, memory[1])
         return future
 
     def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
@@ -360,12 +345,12 @@ class StripedFile(TransferMethods):
             )
 
     def _prepare(
-        self, array: _Array, offset: int, checksums: Checksums | None, write: bool
+        self, array: _Array, offset: int, how: How
     ) -> tuple[list[_core.File], _Array, AnyMemory, int]:
+        write, _, _, checksums = how
         files = self._open_core_files(reading=not write, writing=write)
-        self._files[
-            0
-        ]._scheduler.check_usable()  # raises in a forked child, which must not use this file's lock
+        # Raises in a forked child, which must not use this file's lock.
+        self._files[0]._scheduler.check_usable()
         if checksums is not None:
             raise ValueError(
                 "checksums: not supported for a file over several paths, because a chunk may be on two drives "
@@ -380,12 +365,11 @@ class StripedFile(TransferMethods):
         files: list[_core.File],
         memory: AnyMemory,
         offset: int,
-        write: bool,
-        sync: bool,
-        background: bool,
+        how: How,
         owner: object,
     ) -> None:
         """Submit the part of each file. If a submission fails, cancel the others and raise."""
+        write, sync, background, _ = how
         with self._while_open():
             if write:
                 self._reserve_space(files, offset, memory[1])
@@ -554,10 +538,6 @@ class StripedFile(TransferMethods):
         return ValueError(f"the file over {list(self._paths)!r} is closed")
 
 
-def _step_without_waiting(step: Callable[[float], bool], *_: object) -> bool:
-    return step(0.0)
-
-
 class FileRequests:
     """The requests of one transfer, one for each file, behind the interface of a single request.
 
@@ -654,10 +634,6 @@ class FileRequests:
         return [(at, error) for at, error in found if error is not None]
 
 
-def _identity(file: File) -> tuple[int, int]:
-    return file._open_file().identity
-
-
 def _duplicate_path_error(names: list[str]) -> ValueError:
     return ValueError(
         f"path: two paths name the same file, each part needs its own (got {names!r})"
@@ -668,7 +644,6 @@ def _remove(file: File) -> None:
     """Remove the name of a file that was created just now, unless another file has the name by now."""
     with contextlib.suppress(OSError):
         status = os.stat(file.path)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) == _identity(
-            file
-        ):  # the core's identity of a device node is different, so a node is never removed
+        # The core's identity of a device node is different, so a node is never removed.
+        if (status.st_dev, status.st_ino) == file._open_file().identity:
             os.unlink(file.path)  # noqa: PTH108

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import parse_nbytes
@@ -44,14 +43,14 @@ def available_engines() -> tuple[str, ...]:
 def candidates(default: Settings) -> list[Settings]:
     """Return the settings that `tensorferry tune` compares with the default. Each differs from it in one respect."""
     found = [
-        replace(default, block_size=block, queue_depth=depth) for block, depth in _BLOCKS_AND_DEPTHS
+        default._replace(block_size=block, queue_depth=depth) for block, depth in _BLOCKS_AND_DEPTHS
     ]
     workers = [2, 4] if len(os.sched_getaffinity(0)) > 1 else [2]
-    found += [replace(default, intra_op_parallelism=count) for count in workers]
-    found.append(replace(default, single_submit=True))
+    found += [default._replace(intra_op_parallelism=count) for count in workers]
+    found.append(default._replace(single_submit=True))
     engines_here = available_engines()
     if default.engine in engines_here:  # not for cuFile, which cannot be replaced by another engine
-        found += [replace(default, engine=each) for each in engines_here if each != default.engine]
+        found += [default._replace(engine=each) for each in engines_here if each != default.engine]
     return found
 
 
@@ -87,7 +86,7 @@ def candidates_of_json(path: Path, default: Settings) -> list[Settings]:
     if combinations > _MAX_COMBINATIONS:
         raise ValueError(f"{path}: {combinations} combinations are more than {_MAX_COMBINATIONS}")
     return [
-        replace(default, **dict(zip(axes, v, strict=True)))
+        default._replace(**dict(zip(axes, v, strict=True)))
         for v in itertools.product(*axes.values())
     ]
 

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
@@ -134,7 +133,7 @@ class Drive:
     def measurements(self) -> list[dict[str, Any]]:
         """Return all measurements for JSON."""
         return [
-            {"direction": direction, "settings": asdict(settings)}
+            {"direction": direction, "settings": settings._asdict()}
             | {"seconds": [s for s, _ in samples], "cpu_seconds": [cpu for _, cpu in samples]}
             for (settings, direction), samples in self.samples.items()
         ]
@@ -155,13 +154,7 @@ class Drive:
         if settings not in self._schedulers:
             if len(self._schedulers) >= _MAX_IDLE:
                 self._close_schedulers()
-            self._schedulers[settings] = start_scheduler(
-                settings.engine or "",
-                settings.block_size,
-                settings.queue_depth,
-                settings.intra_op_parallelism,
-                settings.single_submit,
-            )
+            self._schedulers[settings] = start_scheduler(settings.engine or "", settings)
         return self._schedulers[settings]
 
     def _close_schedulers(self) -> None:

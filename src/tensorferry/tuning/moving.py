@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import dataclasses
 import os
 import random
 import warnings
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 _PAGE_NBYTES = 4096
 _CHUNK_NBYTES = 8 << 20
 # The names of all settings except the last one, the engine.
-_SETTINGS = [field.name for field in dataclasses.fields(Settings)][:-1]
+_SETTINGS = Settings._fields[:-1]
 
 
 class ValidationError(Exception):
@@ -255,7 +254,7 @@ class FilesMethod(Method):
         assert self._file is not None
         scheduler = self._file._scheduler
         tuned = getattr(scheduler, "latest_settings", lambda: None)() or Settings()
-        used = dataclasses.asdict(tuned) | self._settings
+        used = tuned._asdict() | self._settings
         return {name: used[name] for name in _SETTINGS[:2]} | {"engine": self._file.engine}
 
     def close(self) -> None:

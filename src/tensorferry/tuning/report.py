@@ -11,12 +11,8 @@ from pathlib import Path
 
 import tensorferry
 from tensorferry.transfer import profiles
-from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
-from tensorferry.transfer.runtime import (
-    close_scheduler,
-    make_scheduler,
-    profiles_path,
-)
+from tensorferry.transfer.runtime import close_scheduler, make_scheduler, profiles_path
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version
@@ -88,7 +84,7 @@ def _engines() -> Facts:
 
 
 def _chosen_engine() -> str:
-    scheduler = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+    scheduler = make_scheduler(Settings())
     try:
         return scheduler.engine
     finally:
@@ -109,7 +105,7 @@ def _profile(path: Path) -> Facts:
             )  # a warning about the file becomes the reason of an unknown fact
             stored = profiles.load(Path(file))
         found = {
-            " ".join(each.use): dataclasses.asdict(each.settings)
+            " ".join(each.use): each.settings._asdict()
             for each in profiles.profiles_of(profiles.file_system_of(path), stored)
         }
     return {"file": file, "settings": found or None}

@@ -7,7 +7,6 @@ memory.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -117,7 +116,7 @@ def _replace(path: Path, profiles: list[Profile]) -> None:
     if not profiles:
         path.unlink()
         return
-    entries = [dataclasses.asdict(profile) for profile in profiles]
+    entries = [profile.as_dict() for profile in profiles]
     content = {"version": VERSION, "profiles": entries}
     _TextFile(path, json.dumps(content, indent=2) + "\n").commit()
 

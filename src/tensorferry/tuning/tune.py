@@ -98,8 +98,8 @@ class Finding:
             "file_system": dataclasses.asdict(self.file_system),
             "direction": self.direction,
             "memory": self.memory,
-            "settings": dataclasses.asdict(decision.chosen),
-            "nominee": decision.nominee and dataclasses.asdict(decision.nominee),
+            "settings": decision.chosen._asdict(),
+            "nominee": decision.nominee and decision.nominee._asdict(),
             "gain_over_default": decision.measured(),
             "rates": self.rates,
             "default_rates": self.default_rates,
@@ -149,8 +149,8 @@ class Result:
         names = ("seconds", "warnings", "measurements", "stored_for", "dropped_for")
         return {name: getattr(self, name) for name in names} | {
             "tensorferry": tensorferry.__version__,
-            "default": dataclasses.asdict(self.default),
-            "settings": dataclasses.asdict(self.settings),
+            "default": self.default._asdict(),
+            "settings": self.settings._asdict(),
             "deepspeed": self.deepspeed(),
             "rates": self.rates(),
             "found": [each.as_dict() for each in self.found],
@@ -228,7 +228,7 @@ def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True
         storing.check_writable(store)
     default = default_settings()
     if job.cufile:
-        default = dataclasses.replace(default, engine=CUFILE)
+        default = default._replace(engine=CUFILE)
     result = Result(job, default)
     chosen: list[tuple[Path, profiles.FileSystem, int | None]] = []
     for number, folder in enumerate(job.folders):
