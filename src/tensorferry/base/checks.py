@@ -32,7 +32,9 @@ _READ_URL = re.compile(
     r"(s3|gs|az|abfss?|https?):/|(s3a|adl|azure|[a-z0-9]+\+[0-9a-f]{6})://", re.ASCII
 )
 
-# The units of parse_nbytes(), and those of decimal_nbytes().
+# The units of parse_nbytes(), for sizes of memory, blocks and benchmark files: powers of 1024, as in DeepSpeed and fio.
+# The units of decimal_nbytes(), for the sizes of shards only: powers of 1000, as in huggingface_hub, so the same text
+# gives the same shards. Texts that huggingface_hub does not know ("5G", "5GiB") are refused there.
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
