@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import strategies
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from tensorferry.checkpoint import FileSystemWriter, Stager
+from tensorferry.checkpoint import FileSystemWriter, Stager, staging
+from tensorferry.checkpoint.staging import record_saver
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
 from tests.support.ranks import call_on_ranks
 from tests.support.threads import no_new_threads
@@ -117,7 +118,7 @@ def test_memory_in_use_is_left_alone_and_a_third_stage_waits(shared: bool) -> No
     stager = Stager(shared=shared)
     first = stager.stage({"a": torch.full((1000,), 1)})
     second = stager.stage({"a": torch.full((1000,), 2)})
-    view = first["a"][:10] if not shared else first["a"]
+    view = first["a"][:10]
     third: list[Any] = []
     thread = threading.Thread(target=lambda: third.append(stager.stage({"a": torch.full((9,), 3)})))
     thread.start()
@@ -396,8 +397,11 @@ def test_shared_memory_that_is_too_small_is_reported(tmp_path: pathlib.Path) -> 
     # More than the whole file system, because other processes may free memory there. The empty file uses no memory.
     nbytes = status.f_blocks * status.f_frsize + 1
     untouched = torch.from_file(str(tmp_path / "empty"), True, nbytes, dtype=torch.uint8)
-    with pytest.raises(MemoryError, match="shm-size"):
+    with pytest.raises(MemoryError, match="shm-size") as caught:
         Stager(shared=True).stage({"a": untouched})
+    # The exception keeps the image without memory alive, which must not disturb saves.
+    record_saver([torch.ones(3)])
+    assert caught
 
 
 def stage_distributed(rank: int) -> None:
@@ -482,3 +486,23 @@ def test_a_stager_copies_where_no_thread_can_be_started() -> None:
         for _ in range(2):
             staged = stager.stage(state).result()
             assert_same(staged, state)
+
+
+def test_after_an_interruption_no_thread_copies_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image is free then: a late copy would change the next state that is staged into it."""
+    state = {"a": torch.arange(6 << 20)}  # several pieces
+    begun, returned, late = threading.Event(), threading.Event(), []
+
+    def copy_until_the_call_returns(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+        begun.set()
+        late.append(returned.wait(2))
+
+    monkeypatch.setattr(staging.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(staging.ctypes, "memmove", copy_until_the_call_returns)
+    with pytest.raises(KeyboardInterrupt):
+        Stager().stage(state)
+    returned.set()
+    assert late == [False]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import bisect
+import contextlib
 import copy
 import copyreg
 import ctypes
@@ -147,8 +148,10 @@ class Stager:
     @torch.no_grad()
     def _stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         plan = _Plan(state_dict)
-        image = self._take_image(plan)
+        image = self._take_image(plan.nbytes)
         try:
+            if plan.has_accelerator_tensors:
+                image.lock_pages()
             staged: dict[str, Any] = plan.copy_state(state_dict, image)
         finally:
             image.reserved = False
@@ -177,7 +180,7 @@ class Stager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _take_image(self, plan: _Plan) -> _Block:
+    def _take_image(self, nbytes: int) -> _Block:
         """Wait until an image is free; reserve it, and return it."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         next_search = 0.0
@@ -193,19 +196,16 @@ class Stager:
                 )
                 next_search = begin + took_seconds + interval_seconds
             with self._lock:
-                image = self._free_image(plan.nbytes)
+                image = self._free_image(nbytes)
                 if image is not None:
                     image.reserved, image.saver = True, None
-                    break
+                    return image
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: "
                     "is a save stuck, or does something keep the return value of stage() or a failed save's exception?"
                 )
             time.sleep(_POLL_SECONDS)
-        if plan.has_accelerator_tensors and torch.cuda.is_available() and not image.pages_locked:
-            image.pages_locked = _cuda("cudaHostRegister")(image.address(), image.nbytes, 0) == 0
-        return image
 
     def _free_image(self, nbytes: int) -> _Block | None:
         """Return a free image, or a new one if the limit is not reached; otherwise None."""
@@ -220,6 +220,7 @@ class Stager:
             del free
             image = (_SharedImage if self.shared else _PrivateImage)(nbytes)
             self._images.append(image)
+            _all_images.add(image)  # only now, because other threads use all images in this set
         return image
 
 
@@ -290,18 +291,15 @@ class _Plan:
         self.has_accelerator_tensors |= not tensor.is_cpu
         regions, begin = self._add_to_region(tensor)
 
-        def place(image: _Block) -> torch.Tensor:
+        def place(_: _Block) -> torch.Tensor:
             region = regions[0]
             if len(regions) > 1:
                 region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
             storage, base = self._storages[id(region)]
             offset = (base + begin - region.begin) // tensor.element_size()
             empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            copied = _as_kind_of(
-                empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor
-            )
-            image.keep_in_use_for(copied)
-            return copied
+            empty.set_(storage, offset, tensor.size(), tensor.stride())
+            return _as_kind_of(empty, tensor)
 
         return place
 
@@ -429,49 +427,57 @@ def _nothing(*_parts: Any) -> None:
 
 
 def _copy_all(regions: list[_Region], image: _Block) -> None:
-    """Copy regions to an image; threads copy host memory without the GIL."""
+    """Copy regions to an image; threads copy host memory without the GIL.
+
+    When this returns or raises, no thread and no GPU copies any more, so the memory may be freed or used again.
+    """
     pieces = []
     devices = set()
     to = image.address()
-    for region in regions:
-        device, nbytes = region.storage.device, region.end - region.begin
-        if device.type == "cpu":
-            begin = region.storage.data_ptr() + region.begin
-            if nbytes <= _SMALL_NBYTES:
-                ctypes.memmove(to + region.offset, begin, nbytes)
+    threads: list[threading.Thread] = []
+    try:
+        for region in regions:
+            device, nbytes = region.storage.device, region.end - region.begin
+            if device.type == "cpu":
+                begin = region.storage.data_ptr() + region.begin
+                if nbytes <= _SMALL_NBYTES:
+                    ctypes.memmove(to + region.offset, begin, nbytes)
+                    continue
+                for at in range(0, nbytes, _PIECE_NBYTES):
+                    size = min(_PIECE_NBYTES, nbytes - at)
+                    pieces.append((to + region.offset + at, begin + at, size))
                 continue
-            for at in range(0, nbytes, _PIECE_NBYTES):
-                size = min(_PIECE_NBYTES, nbytes - at)
-                pieces.append((to + region.offset + at, begin + at, size))
-            continue
-        source = torch.empty(0, dtype=torch.uint8, device=device)
-        source.set_(region.storage, region.begin, (nbytes,), (1,))
-        storage, base = image.storage(region.offset, nbytes)
-        copied = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-            storage, base, (nbytes,), (1,)
-        )
-        copied.copy_(source, non_blocking=image.pages_locked and device.type == "cuda")
-        if device.type == "cuda":
-            devices.add(device)
-    queue = iter(pieces)
+            source = _bytes_of(region.storage, region.begin, nbytes)
+            copied = _bytes_of(*image.storage(region.offset, nbytes), nbytes)
+            if device.type == "cuda":
+                devices.add(device)
+            copied.copy_(source, non_blocking=image.pages_locked and device.type == "cuda")
+        queue = iter(pieces)
 
-    def work() -> None:
-        for piece in queue:
-            ctypes.memmove(*piece)
+        def work() -> None:
+            for piece in queue:
+                ctypes.memmove(*piece)
 
-    count = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)) - 1
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for at, thread in enumerate(threads):
-        try:
-            thread.start()
-        except RuntimeError:  # the limit of threads is reached: the threads that run share the work
-            del threads[at:]
-            break
-    work()
-    for thread in threads:
-        thread.join()
-    for device in devices:
-        torch.cuda.synchronize(device)
+        count = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)) - 1
+        # At the limit of threads, those that run share the work.
+        with contextlib.suppress(RuntimeError):
+            for _ in range(count):
+                threads.append(threading.Thread(target=work))
+                threads[-1].start()
+        work()
+    finally:
+        pieces.clear()  # after an interruption, the threads find no further piece
+        for thread in threads:
+            if thread.is_alive():  # one may not have been started
+                thread.join()
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+
+def _bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a storage as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, begin, (nbytes,), (1,))
 
 
 class _Block(abc.ABC):
@@ -485,7 +491,6 @@ class _Block(abc.ABC):
         self.reserved = False
         self.pages_locked = False
         self.saver: threading.Thread | None = None  # the thread that saves the current tensors
-        _all_images.add(self)
 
     @abc.abstractmethod
     def address(self) -> int:
@@ -499,9 +504,6 @@ class _Block(abc.ABC):
     def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
         """Return a storage with a part of the block, and the offset of that part in the storage."""
 
-    def keep_in_use_for(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """Keep the block in use while a tensor is alive, for subclasses where the storage does not do this."""
-
     def is_saved(self) -> bool:
         """Return whether the save of the current tensors is known to be over."""
         return not self.reserved and self.saver is not None and not self.saver.is_alive()
@@ -509,6 +511,11 @@ class _Block(abc.ABC):
     def holds(self, address: int) -> bool:
         """Return whether an address is inside the block."""
         return 0 <= address - self.address() < self.nbytes
+
+    def lock_pages(self) -> None:
+        """Lock the block's pages in memory, if there is a GPU, which then copies to them directly."""
+        if torch.cuda.is_available() and not self.pages_locked:
+            self.pages_locked = _cuda("cudaHostRegister")(self.address(), self.nbytes, 0) == 0
 
     def __del__(self) -> None:
         if self.pages_locked:
@@ -553,24 +560,22 @@ class _SharedImage(_Block):
                 f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state needs {nbytes} (remedy: enlarge it, "
                 "as by docker's --shm-size, or shared=False)"
             )
-        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-        self._memory: torch.Tensor = memory.share_memory_()
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        storage = torch.UntypedStorage(max(nbytes, 1), device="cpu")  # type: ignore[no-untyped-call]
+        self._storage: torch.UntypedStorage = storage.share_memory_()
+        self._idle_count = self._use_count()
 
     def address(self) -> int:
-        return self._memory.data_ptr()
+        return self._storage.data_ptr()
 
     def in_use(self) -> bool:
-        if self.reserved:  # the thread that reserved the block is adding tensors
-            return True
-        self._tensors = [reference for reference in self._tensors if reference() is not None]
-        return bool(self._tensors)
+        return self.reserved or self._use_count() > self._idle_count
 
     def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:  # noqa: ARG002
-        return self._memory.untyped_storage(), offset
+        return self._storage, offset
 
-    def keep_in_use_for(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(weakref.ref(tensor))
+    def _use_count(self) -> int:
+        """Return how many tensors and other objects refer to the storage."""
+        return torch._C._storage_Use_Count(self._storage._cdata)
 
 
 def _cuda(name: str) -> Any:
