@@ -81,7 +81,7 @@ def refusal(blob: bytes) -> str | None:
     if _GLOBAL.search(blob) is None:
         return None
     try:
-        _sanitize_with_declared(blob, placed=False)
+        _sanitize_with_declared(blob, _sanitize, placed=False)
     except RefusedError as error:
         return refusal_message(error)
     except Exception as error:
@@ -136,34 +136,49 @@ def sanitize_pickle(blob: bytes) -> bytes:
     MalformedError
         The bytes are not a blob of torch.save.
     """
-    # Optimizers store the same few numbers for each of thousands of parameters, so small blobs are cached.
-    return _sanitize_cached(blob) if len(blob) <= _KEPT_NBYTES else _sanitize_with_declared(blob)
+    # Optimizers store the same few numbers for each of thousands of parameters, so small blobs are cached. Refusals are
+    # not, because the declarations of safe classes may change.
+    return _sanitize_with_declared(
+        blob, _sanitize_small if len(blob) <= _KEPT_NBYTES else _sanitize
+    )
 
 
-def _sanitize_with_declared(blob: bytes, *, placed: bool = True) -> bytes:
+def _sanitize_with_declared(
+    blob: bytes, sanitize: Callable[..., bytes], *, placed: bool = True
+) -> bytes:
     try:
-        return _sanitize(blob, {}, placed)
+        return sanitize(blob, placed=placed)
     except RefusedError:
         if not (trusted := _declared_safe()):
             raise
-        return _sanitize(blob, trusted, placed)
+        return _sanitize(blob, trusted, placed=placed)
 
 
 def _declared_safe() -> dict[str, Any]:
     """Return the classes that the program has declared safe, by their names in pickles."""
     declared: Any = torch.serialization.get_safe_globals()
-    return {
-        each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}": (
-            each[0] if isinstance(each, tuple) else each
-        )
+    pairs = (
+        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
         for each in declared
-    }
+    )
+    return {name: kind for kind, name in pairs}
 
 
-def _sanitize(blob: bytes, trusted: Mapping[str, Any], placed: bool) -> bytes:
+def _sanitize(
+    blob: bytes, trusted: Mapping[str, Any] | None = None, *, placed: bool = True
+) -> bytes:
     linked: list[Any] = []
     try:
-        return _rewrite(blob, linked, trusted, placed)
+        value, has_tensors = _loads(blob, linked, trusted, placed)
+        try:
+            if not has_tensors:
+                return _archive(pickle.dumps(value, 2))
+            torch.save(value, stream := io.BytesIO())
+            return stream.getvalue()
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise MalformedError(f"{type(error).__name__}: {error}") from None
     except (RefusedError, MalformedError):
         # Python frees nested deques and defaultdicts recursively, without a depth limit; clear them one by one instead.
         for each in linked:
@@ -171,34 +186,11 @@ def _sanitize(blob: bytes, trusted: Mapping[str, Any], placed: bool) -> bytes:
         raise
 
 
-def _rewrite(blob: bytes, linked: list[Any], trusted: Mapping[str, Any], placed: bool) -> bytes:
-    value, has_tensors = loads(blob, linked, trusted, placed=placed)
-    try:
-        if not has_tensors:
-            return _archive(pickle.dumps(value, 2))
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        return stream.getvalue()
-    except RefusedError:
-        raise
-    except Exception as error:
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
+_sanitize_small = functools.lru_cache(_KEPT_COUNT)(_sanitize)
 
 
-def _sanitize_cached(blob: bytes) -> bytes:
-    try:
-        return _sanitize_by_table(blob)
-    except RefusedError:  # not cached, because the declarations of safe classes may change
-        return _sanitize_with_declared(blob)
-
-
-@functools.lru_cache(_KEPT_COUNT)
-def _sanitize_by_table(blob: bytes) -> bytes:
-    return _sanitize(blob, {}, True)
-
-
-def loads(
-    blob: bytes, linked: list[Any], trusted: Mapping[str, Any] | None = None, *, placed: bool = True
+def _loads(
+    blob: bytes, linked: list[Any], trusted: Mapping[str, Any] | None, placed: bool
 ) -> tuple[Any, bool]:
     """Return the object in a blob of torch.save, and whether it contains tensors.
 
@@ -213,8 +205,6 @@ def loads(
         place.name.partition("/")[2]: blob[place.begin : place.begin + place.nbytes]
         for place in places
     }
-    if records.get("byteorder", b"little") != b"little":
-        raise RefusedError("the other byte order")
     if "data.pkl" not in records:
         raise MalformedError("an archive without an object")
     storages = _Storages(records, placed)
@@ -277,14 +267,14 @@ class _Storages:
         dtype = blobs.STORAGES.get(kind.name) if type(kind) is Constructor else None
         if dtype is None or type(key) is not str or type(count) is not int:
             raise MalformedError("a storage of an unknown kind")
+        if self._records.get("byteorder", b"little") != b"little":
+            raise MalformedError("a tensor of a machine with the other byte order")
         data = self._made.get(key)
         if data is None:
             content = self._records[f"data/{key}"]
-            data = (
-                torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                if content
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if content:
+                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             if location != "cpu":
                 if type(location) is not str or not _DEVICE.fullmatch(location):
                     raise RefusedError("memory of an unknown device")
@@ -312,7 +302,6 @@ class _Storages:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= data.numel() // dtype.itemsize:
             raise MalformedError("a tensor that extends beyond its storage")
-        tensor: torch.Tensor
         if 0 in size:
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=data.device)
         else:
@@ -377,13 +366,9 @@ def _refuse_call(*_arguments: Any) -> Any:
     raise MalformedError("a class used as a function")
 
 
-def _factory(kind: type) -> Constructor:
-    """Return a placeholder for a class that a pickle only names, such as a defaultdict's factory."""
-    return Constructor(f"{kind.__module__}.{kind.__name__}", _refuse_call)
-
-
-_FACTORIES = {f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, str, bool)} | {
-    "builtins.set": set,
+# The classes that a defaultdict may have as its factory.
+_FACTORIES = {
+    **{f"builtins.{kind.__name__}": kind for kind in (list, dict, int, float, str, bool, set)},
     "collections.OrderedDict": collections.OrderedDict,
 }
 
@@ -472,19 +457,22 @@ def _date(packed: Any) -> datetime.date:
     return datetime.date(year, month, day)
 
 
-def _datetime(packed: Any, zone: Any = None) -> datetime.datetime:
+def _checked_zone(zone: Any) -> datetime.timezone | None:
     if zone is not None and type(zone) is not datetime.timezone:
         raise RefusedError("a time zone")
+    return zone
+
+
+def _datetime(packed: Any, zone: Any = None) -> datetime.datetime:
     year, month, day, hour, minute, second, high, low = struct.unpack(">HBBBBBBH", packed)
-    fields = (year, month & 0x7F, day, hour, minute, second, high << 16 | low, zone)
-    return datetime.datetime(*fields, fold=month >> 7)
+    fields = (year, month & 0x7F, day, hour, minute, second, high << 16 | low)
+    return datetime.datetime(*fields, _checked_zone(zone), fold=month >> 7)
 
 
 def _time(packed: Any, zone: Any = None) -> datetime.time:
-    if zone is not None and type(zone) is not datetime.timezone:
-        raise RefusedError("a time zone")
     hour, minute, second, high, low = struct.unpack(">BBBBH", packed)
-    return datetime.time(hour & 0x7F, minute, second, high << 16 | low, zone, fold=hour >> 7)
+    fields = (hour & 0x7F, minute, second, high << 16 | low)
+    return datetime.time(*fields, _checked_zone(zone), fold=hour >> 7)
 
 
 def _fraction(*values: Any) -> fractions.Fraction:
@@ -508,12 +496,13 @@ def _array(code: Any, values: Any) -> arrays.array[Any]:
 
 
 def _build_uuid(target: Any, state: Any) -> None:
-    if type(state) is not dict or not {*state} <= {"int", "is_safe"}:
-        raise MalformedError("a malformed UUID")
-    number = state.get("int")
-    if type(number) is not int or not 0 <= number < 1 << 128:
-        raise MalformedError("a malformed UUID")
-    if type(state.get("is_safe")) not in (int, type(None)):
+    number = state.get("int") if type(state) is dict else None
+    if (
+        type(number) is not int
+        or not 0 <= number < 1 << 128
+        or not {*state} <= {"int", "is_safe"}
+        or type(state.get("is_safe")) not in (int, type(None))
+    ):
         raise MalformedError("a malformed UUID")
     target.__setstate__(state)
 
@@ -552,24 +541,18 @@ def _check_attributes(target: Any, state: Any) -> None:
 @functools.cache
 def _constructors() -> Mapping[str, Constructor]:
     made = [
+        # Classes that a pickle may name, but not call; some of them get constructors below.
+        *(Constructor(name, _refuse_call) for name in (*blobs.STORAGES, *_FACTORIES)),
         *SIMPLE_CONSTRUCTORS,
-        *(Constructor(name, _refuse_call) for name in blobs.STORAGES),
-        *(_factory(kind) for kind in (list, dict, int, float, str, bool)),
         Constructor("builtins.bytes", _bytes),
         Constructor("builtins.bytearray", _bytearray),
         Constructor("_codecs.encode", _encode),
-        *(
-            Constructor(f"{module}.{kind.__name__}", _of_numbers(kind))
-            for module, kind in (
-                ("builtins", complex),
-                ("builtins", slice),
-                ("builtins", range),
-                ("datetime", datetime.timedelta),
-            )
-        ),
-        Constructor(
-            "builtins.xrange", _of_numbers(range)
-        ),  # Python 2's name, in pickles of protocol 2
+        Constructor("builtins.complex", _of_numbers(complex)),
+        Constructor("builtins.slice", _of_numbers(slice)),
+        Constructor("builtins.range", _of_numbers(range)),
+        # Python 2's name, in pickles of protocol 2
+        Constructor("builtins.xrange", _of_numbers(range)),
+        Constructor("datetime.timedelta", _of_numbers(datetime.timedelta)),
         Constructor(
             "collections.OrderedDict",
             empty(collections.OrderedDict),
@@ -629,11 +612,8 @@ def _numpy_constructors(np: Any) -> list[Constructor]:
             or state[1] not in ("<", ">", "|", "=")
         ):
             raise RefusedError("a NumPy dtype that is not a number, text, time or record")
-        kind, (inner, names, fields, nbytes, _, flags), more = (
-            dtype.dtype.kind,
-            state[2:8],
-            state[8:],
-        )
+        kind, more = dtype.dtype.kind, state[8:]
+        inner, names, fields, nbytes, _, flags = state[2:8]
         if kind == "V" and not more and names is not None:
             dtype.dtype = record_dtype(dtype, names, fields, nbytes, flags)
         elif kind == "V" and not more and inner is not None:
@@ -682,9 +662,8 @@ def _numpy_constructors(np: Any) -> list[Constructor]:
         unit, count, *rest = metadata[1]
         if unit == b"generic":
             return ""
-        if type(unit) is not bytes or not _TIME_UNIT.fullmatch(unit) or rest != [1, 1]:
-            raise MalformedError("a malformed time unit")
-        if type(count) is not int or not 0 < count < 1 << 31:
+        is_unit = type(unit) is bytes and _TIME_UNIT.fullmatch(unit) and rest == [1, 1]
+        if not is_unit or type(count) is not int or not 0 < count < 1 << 31:
             raise MalformedError("a malformed time unit")
         return f"[{count}{unit.decode()}]"
 
