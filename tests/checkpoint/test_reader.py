@@ -667,5 +667,4 @@ def test_memory_is_held_once(data: st.DataObject) -> None:
             known[which, begin, end] = entry
     for entry in known.values():
         held.remove(entry)
-    assert not held._begins
-    assert not held._ends
+    assert not held._ranges

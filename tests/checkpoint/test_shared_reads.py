@@ -495,18 +495,6 @@ def test_what_it_may_be_for_files_of_hugging_faces(directory: Path) -> None:
             checkpoint.HuggingFaceStorageReader(directory, broadcast=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("max_numel", [1, 2, 3, 7, 24, 100])
-@pytest.mark.parametrize("lengths", [(), (5,), (4, 6), (2, 3, 4), (1, 24)])
-def test_boxes_cover_each_element_once_in_order(lengths: tuple[int, ...], max_numel: int) -> None:
-    numbers = torch.arange(math.prod(lengths)).view(lengths)
-    found = []
-    for offsets, sizes in sharing._split_box(lengths, max_numel):
-        assert math.prod(sizes) <= max_numel
-        place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        found.extend(numbers[place].reshape(-1).tolist())
-    assert found == list(range(numbers.numel()))
-
-
 def peak_of_load(rank: int, path: str) -> int:
     """Load 320 MiB, and return the growth of memory during the load."""
     from tensorferry.tuning.stopwatch import Stopwatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -11,17 +11,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.storage.reader import ItemLoad, PreallocatedPlanner
-from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checkpoint.storage.reader import read_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from tensorferry.checkpoint.storage.contents import Item
-    from tensorferry.checkpoint.storage.reading import DataFile, ReadRequest
+    from tensorferry.checkpoint.storage.contents import ItemLocator
     from tensorferry.transfer.new_file import NewFile
 
 # Tensors are cut into boxes of at most _BOX_NBYTES. Boxes are read in batches of at most _BATCH_COUNT boxes and
@@ -31,26 +29,11 @@ _BOX_NBYTES = 8 << 20
 _BATCH_COUNT = 1024
 
 
-class PartsSource(Protocol):
-    """Files that hold parts of tensors."""
-
-    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each file, as :meth:`ItemLocator.locate` does."""
-
-    def read(
-        self,
-        reading: Reading,
-        by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[ReadRequest]],
-    ) -> None:
-        """Read items, as :meth:`ItemLocator.read` does."""
-
-
 def write_tensors(
     file: NewFile,
     names: Iterable[str],
     tensors: Mapping[str, TensorStorageMetadata],
-    source: PartsSource,
+    source: ItemLocator,
     count: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Write complete tensors, in C order, one after the other.
@@ -63,7 +46,7 @@ def write_tensors(
         The tensors, in the order in which they are written.
     tensors : mapping of str to TensorStorageMetadata
         The parts of each tensor.
-    source : PartsSource
+    source : ItemLocator
         The files that hold the parts.
     count : function of an int, optional
         Called with the number of bytes that have been read.
@@ -81,7 +64,7 @@ def write_tensors(
 
     def flush() -> None:
         nonlocal nbytes
-        _read(source, requests)
+        read_boxes(source, requests)
         # write() copies to the stream's own buffers, which are written while the next batch is read.
         file.write(boxes)
         file.wait_until_copied()
@@ -102,11 +85,11 @@ def write_tensors(
 
 
 def read_box(
-    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata, source: PartsSource
+    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata, source: ItemLocator
 ) -> torch.Tensor:
     """Return a part of a tensor, read into new memory; errors as for :func:`write_tensors`."""
     box, requests = _box(name, described, chunk)
-    _read(source, requests)
+    read_boxes(source, requests)
     return box
 
 
@@ -138,11 +121,3 @@ def _box(
             names=(name,),
         )
     return box, wanted
-
-
-def _read(source: PartsSource, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
-    contents: Any = source
-    planner: Any = PreallocatedPlanner(requests)
-    with Reading() as reading:
-        load = ItemLoad(contents, reading, planner, lambda _: None)
-        source.read(reading, source.locate([request for request, _ in requests]), load.begin)

@@ -15,7 +15,7 @@ import math
 import operator
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -110,21 +110,6 @@ class Item:
         return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
 
 
-class StoredItem(NamedTuple):
-    """A tensor in a data file, or the part of a tensor that a rank saved.
-
-    Attributes
-    ----------
-    place : tuple
-        The data file's name and the offset in it; sorts in the order in which files are read.
-    dtype : dtype
-        The dtype of its elements.
-    """
-
-    place: tuple[str, int]
-    dtype: torch.dtype
-
-
 class ItemLocator:
     """Locates the items of load plans in data files. A subclass locates a single item, and opens files."""
 
@@ -135,17 +120,6 @@ class ItemLocator:
     def item(self, request: ReadItem) -> Item:
         """Return an item of a plan with its location."""
         raise NotImplementedError
-
-    def stored_item(self, request: ReadItem) -> StoredItem | None:
-        """Return the stored tensor of an item, if that is known before any read to be (a part of) a plain tensor.
-
-        Otherwise return None, as for torch's own checkpoints, where the metadata does not tell plain tensors from
-        subclasses (quantized ones, for example).
-        """
-        item = self.item(request)
-        if item.payload is None:
-            return None
-        return StoredItem((item.info.relative_path, item.info.offset), item.payload.dtype)
 
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
         """Return the items of each data file, in the order of their offsets."""

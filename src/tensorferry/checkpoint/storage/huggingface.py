@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
     from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.storage.assembly import PartsSource
     from tensorferry.safetensors.sources import Stored
 
 _VERSION = "1.0"
@@ -703,7 +702,7 @@ def write_file(
     model: Model,
     name: str,
     tensors: Mapping[str, TensorStorageMetadata],
-    source: PartsSource,
+    source: ItemLocator,
     count: Callable[[int], object] = lambda _: None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:

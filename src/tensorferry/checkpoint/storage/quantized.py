@@ -40,8 +40,7 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage import destinations, hooks
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.huggingface import HuggingFaceStorageReader, LocatedTensors
-from tensorferry.checkpoint.storage.reader import ItemLoad, PreallocatedPlanner
-from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checkpoint.storage.reader import read_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -303,12 +302,7 @@ class _Scales:
             dtype = self.dtype(request.storage_index)
             read.append((request, torch.empty(request.lengths, dtype=dtype, device="cpu")))
             request = next(iter(self._waiting.values()), None)
-        contents: Any = LocatedTensors(self._places)
-        planner: Any = PreallocatedPlanner(read)
-        with Reading() as reading:
-            load = ItemLoad(contents, reading, planner, lambda _: None)
-            contents.read(reading, contents.locate([each for each, _ in read]), load.begin)
-            self._count(reading.nbytes_read)
+        self._count(read_boxes(LocatedTensors(self._places), read))
         self._found |= {id(each): box for each, box in read}
 
 

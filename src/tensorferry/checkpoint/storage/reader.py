@@ -42,7 +42,7 @@ from tensorferry.transfer.remote import ObjectPath
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -347,8 +347,7 @@ class PlanLoad:
         self._contents: Any = contents
         self._planner = planner
         self._meter = meter
-        self._converts = converts
-        self._narrowed = NarrowingConversions()
+        self._destinations = _Destinations(planner, converts=converts)
 
     def read(
         self,
@@ -362,7 +361,7 @@ class PlanLoad:
             self._read_shared(plan.storage_data, plan, group, read_own)
         else:
             read_own(plan)
-        self._narrowed.warn()
+        self._destinations.warn()
 
     def read_own(self, items: list[ReadItem]) -> None:
         """Read items from their data files, without other ranks."""
@@ -370,7 +369,11 @@ class PlanLoad:
         nbytes = sum(item.nbytes for items in by_file.values() for item in items)
         self._meter.expect(nbytes, files=len(by_file))
         with Reading(lambda: self._meter.add(0, files=1)) as reading:
-            self._read(reading, by_file, self._planner, self._meter.add)
+            load = ItemLoad(
+                self._contents, reading, self._planner, self._meter.add, self._destinations
+            )
+            self._contents.read(reading, by_file, load.begin)
+            self.nbytes_read += reading.nbytes_read
 
     def _read_shared(
         self,
@@ -385,16 +388,11 @@ class PlanLoad:
 
         def read(boxes: list[tuple[sharing.SharedBox, torch.Tensor]]) -> None:
             requests = [(piece.request, box) for piece, box in boxes]
-            planner: Any = PreallocatedPlanner(requests)
-            with Reading() as reading:
-                by_file = self._contents.locate([request for request, _ in requests])
-                self._read(reading, by_file, planner, lambda _: None)
+            self.nbytes_read += read_boxes(self._contents, requests)
 
-        resolve = functools.partial(
-            _resolve_destination, self._planner, self._narrowed, converts=self._converts
+        arrivals = sharing.Arrivals(
+            shared, self._destinations.resolve, self._planner.commit_tensor, self._meter.add
         )
-        commit, count = self._planner.commit_tensor, self._meter.add
-        arrivals = sharing.Arrivals(shared, resolve, commit, count)
         exchange = sharing.Exchange(share, group, read, arrivals.add)
         failure: BaseException | None = None
         try:
@@ -404,24 +402,6 @@ class PlanLoad:
         except BaseException as error:
             failure = error
         exchange.run(failure)
-
-    def _read(
-        self,
-        reading: Reading,
-        by_file: dict[str, list[Item]],
-        planner: LoadPlanner,
-        count: Callable[[int], None],
-    ) -> None:
-        load = ItemLoad(
-            self._contents,
-            reading,
-            planner,
-            count,
-            converts=self._converts,
-            narrowed=self._narrowed,
-        )
-        self._contents.read(reading, by_file, load.begin)
-        self.nbytes_read += reading.nbytes_read
 
 
 class _UnreadableMetadata:
@@ -449,46 +429,80 @@ class PreallocatedPlanner:
         """Do nothing, as the creator of the planner uses the memory after the load."""
 
 
-class NarrowingConversions:
-    """Collects tensors whose destination has a dtype that cannot hold all stored values, to warn once."""
+def read_items(contents: ItemLocator, planner: Any, items: Sequence[ReadItem]) -> int:
+    """Read items into a planner's destinations; return the number of bytes that were read from files."""
+    with Reading() as reading:
+        load = ItemLoad(contents, reading, planner, lambda _: None)
+        contents.read(reading, contents.locate(items), load.begin)
+        return reading.nbytes_read
 
-    def __init__(self) -> None:
-        self._found: dict[str, str] = {}
 
-    def note(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-        """Record a tensor if the conversion from ``stored`` to ``wanted`` may lose values."""
-        try:
-            narrows = torch.promote_types(stored, wanted) != wanted
-        except RuntimeError:  # promote_types() does not support float8 and smaller dtypes
-            narrows = wanted.itemsize <= stored.itemsize
-        if narrows and stored != wanted:
-            self._found[name] = f"{stored} to {wanted}"
+def read_boxes(contents: ItemLocator, boxes: list[tuple[ReadItem, torch.Tensor]]) -> int:
+    """Read items into tensors of their sizes and dtypes; return the number of bytes that were read from files."""
+    return read_items(contents, PreallocatedPlanner(boxes), [item for item, _ in boxes])
+
+
+class _Destinations:
+    """Gets and checks a planner's destinations; ``converts`` allows a dtype other than the stored one."""
+
+    def __init__(self, planner: LoadPlanner, *, converts: bool = False) -> None:
+        self._planner = planner
+        self._converts = converts
+        self._narrowed: dict[
+            str, str
+        ] = {}  # destinations whose dtype cannot hold all stored values
+
+    def resolve(self, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
+        """Return the destination of an item; raise for a wrong size, or a dtype that torch would refuse."""
+        target = self._planner.resolve_tensor(request)
+        # Only with this layout does copy_() into a detached tensor change the planner's tensor, too.
+        if target.layout is torch.strided:
+            target = target.detach()
+        if stored is not None and target.dtype != stored:
+            # Raise where the installed torch's reader raises; versions up to 2.15 convert.
+            if not self._converts and (kind := _torch_dtype_error()) is not None:
+                raise kind(
+                    f"req {request.storage_index} mismatch dtypes {target.dtype} vs {stored}"
+                )
+            if _narrows(stored, target.dtype):
+                self._narrowed[request.storage_index.fqn] = f"{stored} to {target.dtype}"
+        if target.size() != torch.Size(request.lengths):
+            raise AssertionError(
+                f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
+            )
+        return target
 
     def warn(self) -> None:
-        """Warn about the recorded tensors."""
-        if self._found:
-            shown = [f"{name!r} ({how})" for name, how in list(self._found.items())[:_SHOWN_NAMES]]
-            more = len(self._found) - len(shown)
+        """Warn once of all conversions that may lose values."""
+        if self._narrowed:
+            found = list(self._narrowed.items())
+            shown = [f"{name!r} ({how})" for name, how in found[:_SHOWN_NAMES]]
+            more = len(found) - len(shown)
             names = ", ".join(shown) + (f" and {more} more" if more else "")
             warn(f"tensors are converted to dtypes that may not hold their values: {names}")
 
 
+def _narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether the conversion to another dtype may lose values."""
+    try:
+        return torch.promote_types(stored, wanted) != wanted
+    except RuntimeError:  # promote_types() does not support float8 and smaller dtypes
+        return wanted.itemsize <= stored.itemsize
+
+
 class ItemLoad:
-    """Reads items into a planner's destinations; ``converts`` allows a dtype other than the stored one."""
+    """Reads items into a planner's destinations."""
 
     def __init__(
         self,
-        contents: Contents,
+        contents: Any,
         reading: Reading,
         planner: LoadPlanner,
         count: Callable[[int], None],
-        *,
-        converts: bool = False,
-        narrowed: NarrowingConversions | None = None,
+        found: _Destinations | None = None,
     ) -> None:
-        self._narrowed = narrowed or NarrowingConversions()
         self._contents = contents
-        self._converts = converts
+        self._destinations = found or _Destinations(planner)
         self._reading = reading
         self._planner = planner
         self._checked = _BlobCheckingPlanner(planner, contents)
@@ -508,9 +522,7 @@ class ItemLoad:
             self._reading.drain()
         if request.type == LoadItemType.BYTE_IO:
             return self._blob(item, file, functools.partial(self._checked.load_bytes, request))
-        target = _resolve_destination(
-            self._planner, self._narrowed, request, item.dtype, converts=self._converts
-        )
+        target = self._destinations.resolve(request, item.dtype)
         if payload is None:
             return self._blob(
                 item, file, lambda data: self._copy_by_torch(item, file, data, target)
@@ -604,61 +616,24 @@ class _ReservedMemory:
     """The memory ranges of destinations that are being filled; they never overlap."""
 
     def __init__(self) -> None:
-        # For each storage, sorted and disjoint ranges.
-        self._begins: dict[tuple[str, int], list[int]] = {}
-        self._ends: dict[tuple[str, int], list[int]] = {}
+        self._ranges: list[tuple[str, int, int]] = []  # device, begin and end; sorted
 
-    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], int] | None:
-        """Reserve the memory of a tensor; return None if it overlaps a reserved range."""
-        key, begin, end = _memory_of(target)
-        if begin == end:
-            return key, _NOTHING
-        begins, ends = self._begins.setdefault(key, []), self._ends.setdefault(key, [])
-        at = bisect.bisect_right(begins, begin)
-        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
-            return None
-        begins.insert(at, begin)
-        ends.insert(at, end)
-        return key, begin
+    def add(self, target: torch.Tensor) -> tuple[str, int, int] | None:
+        """Reserve the memory of a tensor, and return its range; return None if it overlaps a reserved range."""
+        new = device, begin, end = _memory_of(target)
+        at = bisect.bisect(self._ranges, new)
+        for other, other_begin, other_end in self._ranges[max(at - 1, 0) : at + 1]:
+            if other == device and other_begin < end and begin < other_end:
+                return None
+        if begin < end:
+            self._ranges.insert(at, new)
+        return new
 
-    def remove(self, held: tuple[tuple[str, int], int]) -> None:
-        """Release a reserved range."""
-        key, begin = held
-        if begin == _NOTHING:
-            return
-        begins, ends = self._begins[key], self._ends[key]
-        at = bisect.bisect_left(begins, begin)
-        del begins[at], ends[at]
-        if not begins:
-            del self._begins[key], self._ends[key]
-
-
-_NOTHING = -1  # the start of a tensor without elements, for which _ReservedMemory reserves no range
-
-
-def _resolve_destination(
-    planner: LoadPlanner,
-    narrowed: NarrowingConversions,
-    request: ReadItem,
-    stored: torch.dtype | None,
-    *,
-    converts: bool = False,
-) -> torch.Tensor:
-    """Return the planner's destination for an item; raise for a wrong size, or a dtype that torch would refuse."""
-    target = planner.resolve_tensor(request)
-    # Only with this layout does copy_() into a detached tensor change the planner's tensor, too.
-    if target.layout is torch.strided:
-        target = target.detach()
-    if stored is not None and target.dtype != stored:
-        # Raise where the installed torch's reader raises; versions up to 2.15 convert.
-        if not converts and (kind := _torch_dtype_error()) is not None:
-            raise kind(f"req {request.storage_index} mismatch dtypes {target.dtype} vs {stored}")
-        narrowed.note(request.storage_index.fqn, stored, target.dtype)
-    if target.size() != torch.Size(request.lengths):
-        raise AssertionError(
-            f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
-        )
-    return target
+    def remove(self, held: tuple[str, int, int]) -> None:
+        """Release a reserved range; that of a tensor without elements is not recorded."""
+        at = bisect.bisect_left(self._ranges, held)
+        if self._ranges[at : at + 1] == [held]:
+            del self._ranges[at]
 
 
 @functools.cache
@@ -696,11 +671,9 @@ def _torch_dtype_error() -> type[Exception] | None:
     return None
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
-    """Return a key that identifies the tensor's storage, and the tensor's byte range in it."""
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    )
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    end = begin + (int(span) * tensor.element_size() if tensor.numel() else 0)
-    return (str(tensor.device), tensor.untyped_storage().data_ptr()), begin, end
+def _memory_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return a tensor's device, and the range of addresses of its elements there."""
+    places = zip(tensor.size(), tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in places) if tensor.numel() else 0
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + span * tensor.element_size()

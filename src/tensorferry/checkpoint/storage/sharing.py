@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from tensorferry.base.ranges import slabs
 from tensorferry.base.ranks import Relay, device_of, is_worthwhile, node_identity
 from tensorferry.checkpoint.storage.destinations import is_plain
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from tensorferry.base.ranks import Broadcast
-    from tensorferry.checkpoint.storage.contents import ItemLocator, StoredItem
+    from tensorferry.checkpoint.storage.contents import ItemLocator
 
 # A round has PART_NBYTES bytes for each of its member ranks, but at most _ROUND_NBYTES. A rank needs memory for one
 # round and for its own part of the next round. A data file has a checksum for each chunk, and only whole chunks can be
@@ -45,6 +46,10 @@ class RequestedSlice(NamedTuple):
     tensor: MetadataIndex
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
+
+
+# The place of a stored tensor, which sorts in the order in which files are read, a slice of it, and its dtype.
+_Wanted: TypeAlias = tuple[tuple[str, int], RequestedSlice, torch.dtype]
 
 
 class SharedBox(NamedTuple):
@@ -212,15 +217,16 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: ItemLocator) -> l
     for rank, plan in enumerate(plans):
         for item in plan.items:
             ranks.setdefault((nodes[rank], slice_of(item)), {})[rank] = item
-    by_members: dict[tuple[int, ...], list[tuple[StoredItem, RequestedSlice]]] = {}
+    by_members: dict[tuple[int, ...], list[_Wanted]] = {}
     for (_, wanted), items in ranks.items():
-        if (
-            len(items) > 1
-            and (stored := contents.stored_item(next(iter(items.values())))) is not None
-        ):
-            nbytes = math.prod(wanted.lengths) * stored.dtype.itemsize
-            if nbytes > 0:
-                by_members.setdefault(tuple(items), []).append((stored, wanted))
+        if len(items) > 1 and math.prod(wanted.lengths) > 0:
+            found = contents.item(next(iter(items.values())))
+            # Only now known to be plain: the metadata of torch's own checkpoints does not tell plain tensors from
+            # subclasses (quantized ones, for example).
+            if found.payload is not None:
+                by_members.setdefault(tuple(items), []).append(
+                    ((found.info.relative_path, found.info.offset), wanted, found.payload.dtype)
+                )
     rounds: list[list[Round]] = []
     free = [0] * len(plans)  # for each rank, the first round in which it has no part yet
     for members, all_wanted in by_members.items():
@@ -233,29 +239,28 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: ItemLocator) -> l
     return rounds
 
 
-def _assign_rounds(
-    members: tuple[int, ...], all_wanted: list[tuple[StoredItem, RequestedSlice]]
-) -> Iterator[Round]:
+def _assign_rounds(members: tuple[int, ...], all_wanted: list[_Wanted]) -> Iterator[Round]:
     """Assign the slices that ``members`` share to rounds.
 
     They are assigned in the order of their file offsets, which makes each rank's part of a round contiguous.
     """
-    all_wanted.sort(key=lambda each: (each[0].place, each[1].offsets))
+    all_wanted.sort(key=lambda each: (each[0], each[1].offsets))
     nbytes_round = min(_ROUND_NBYTES, PART_NBYTES * len(members))
     nbytes_full = min(
         nbytes_round,
-        sum(math.prod(wanted.lengths) * stored.dtype.itemsize for stored, wanted in all_wanted),
+        sum(math.prod(wanted.lengths) * dtype.itemsize for _, wanted, dtype in all_wanted),
     )
     turn, nbytes = 0, 0
     pieces: list[SharedBox] = []
     max_nbytes = nbytes_full // len(members) // _PIECES
-    for stored, wanted in all_wanted:
-        max_numel = max_nbytes // stored.dtype.itemsize
-        for offsets, lengths in _split_box(wanted.lengths, max(1, max_numel)):
+    for _, wanted, dtype in all_wanted:
+        max_numel = max_nbytes // dtype.itemsize
+        whole = (0,) * len(wanted.lengths), wanted.lengths
+        for box in slabs(wanted.lengths, *whole, max_span=max(1, max_numel), max_gap=0):
             # Start each round at another rank, as the last ranks get less of a round that is not full.
             number = min(nbytes * len(members) // nbytes_full, len(members) - 1)
             source = members[(turn + number) % len(members)]
-            piece = SharedBox(source, wanted, stored.dtype, offsets, lengths)
+            piece = SharedBox(source, wanted, dtype, box.offsets, box.lengths)
             if pieces and nbytes + _padded(piece) > nbytes_round:
                 yield Round(members, pieces)
                 turn, nbytes, pieces = turn + 1, 0, []
@@ -263,27 +268,6 @@ def _assign_rounds(
             pieces.append(piece)
             nbytes += _padded(piece)
     yield Round(members, pieces)
-
-
-def _split_box(
-    lengths: tuple[int, ...], max_numel: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a box that is not empty into (offsets, lengths) of at most ``max_numel`` elements, in row-major order."""
-    numel = math.prod(lengths)
-    if numel <= max_numel:
-        yield (0,) * len(lengths), lengths
-        return
-    rows = max_numel * lengths[0] // numel
-    if rows > 0:
-        for begin in range(0, lengths[0], rows):
-            yield (
-                (begin,) + (0,) * (len(lengths) - 1),
-                (min(rows, lengths[0] - begin), *lengths[1:]),
-            )
-        return
-    inner = list(_split_box(lengths[1:], max_numel))
-    for index in range(lengths[0]):
-        yield from (((index, *offsets), (1, *sizes)) for offsets, sizes in inner)
 
 
 class Arrivals:

@@ -34,8 +34,7 @@ from tensorferry.checkpoint.storage import assembly
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.metadata import read_metadata
 from tensorferry.checkpoint.storage.names import METADATA_NAME, metadata_files
-from tensorferry.checkpoint.storage.reader import ItemLoad
-from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checkpoint.storage.reader import read_items
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.tools.audit import entries, incomplete, verify
 from tensorferry.checkpoint.tools.formats import ConversionSource
@@ -114,9 +113,7 @@ def _text_of(name: str, contents: Contents) -> dict[str, str] | None:
     planner: Any = Planner()
     where, nothing = MetadataIndex(name), torch.Size()
     request = ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing)
-    with Reading() as reading:
-        load = ItemLoad(contents, reading, planner, lambda _: None)
-        contents.read(reading, contents.locate([request]), load.begin)
+    read_items(contents, planner, [request])
     is_text = type(found) is dict and {*map(type, found), *map(type, found.values())} <= {str}
     return found if is_text else None
 

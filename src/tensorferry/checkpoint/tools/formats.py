@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.storage.assembly import PartsSource
+    from tensorferry.checkpoint.storage.contents import ItemLocator
     from tensorferry.checkpoint.tools.findings import Entry, Report
 
 # The beginning of files that torch.save wrote before torch 1.6: a pickle of this number.
@@ -44,7 +44,7 @@ class ConversionSource(NamedTuple):
     ----------
     tensors : dict of str to TensorStorageMetadata
         The tensors, and the parts in which they are stored.
-    source : PartsSource
+    source : ItemLocator
         Reads the parts.
     others : list of str
         The names of objects that are not tensors.
@@ -53,7 +53,7 @@ class ConversionSource(NamedTuple):
     """
 
     tensors: dict[str, TensorStorageMetadata]
-    source: PartsSource
+    source: ItemLocator
     others: list[str]
     metadata: dict[str, str] = {}  # noqa: RUF012 (nothing changes it)
 
