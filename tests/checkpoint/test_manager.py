@@ -42,7 +42,7 @@ from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
 from tests.support.leaks import settled
 from tests.support.ranks import call_on_ranks, files_of, started
-from tests.support.threads import InThread, threads_in
+from tests.support.threads import InThread, no_new_threads, threads_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -742,6 +742,16 @@ def leave_without_waiting(root: str) -> None:
     Checkpoints(root).save(1, state_of(1))
 
 
+def test_a_save_is_made_where_no_thread_can_be_started(directory: pathlib.Path) -> None:
+    """As in a container with a limit of processes."""
+    checkpoints = Checkpoints(directory)
+    with no_new_threads():
+        checkpoints.save(1, state_of(1))
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+    assert restored(checkpoints) == 1
+
+
 def test_a_save_ends_before_the_interpreter_does(directory: pathlib.Path) -> None:
     child.call(
         f"{__name__}:leave_without_waiting",
@@ -928,6 +938,11 @@ def fail_together(rank: int, root: str) -> None:
     state = {str(rank): torch.zeros(1000)}
     assert checkpoints.restore(state) == 4
     assert torch.equal(state[str(rank)], mine[str(rank)])
+    if rank == 1:
+        checkpoints.steps = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the drive is gone"):
+        checkpoints.restore(state, step=4)
+    vars(checkpoints).pop("steps", None)
     with pytest.raises(ZeroDivisionError):
         checkpoints.restore({"a": Failing()})
     checkpoints.close()

@@ -47,16 +47,8 @@ _WAIT_SECONDS = 60.0
 # The errno values of damaged or missing files. Other errors would affect an older checkpoint in the same way.
 _DAMAGE = frozenset(
     [
-        errno.EBADMSG,
-        errno.EIO,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENODATA,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EREMOTEIO,
-        errno.ESTALE,
-        errno.EUCLEAN,
+        *(errno.EBADMSG, errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.ESTALE, errno.EUCLEAN),
+        *(errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.ENOTDIR),
     ]
 )
 
@@ -107,18 +99,16 @@ class Checkpoints:
         trust_pickle: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        mirror_limits = {
+        limits = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
             "mirror_keep_last": mirror_keep_last,
             "mirror_bytes_per_second": mirror_bytes_per_second,
         }
-        for name, value in {
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            **mirror_limits,
-        }.items():
+        for name, value in limits.items():
             if value is not None:
                 integer(value, name, 1)
-                if mirror is None and name in mirror_limits:
+                if mirror is None and name.startswith("mirror"):
                     raise ValueError(f"{name}: only valid with a mirror (got {value})")
         if keep_every is not None and keep_last is None and mirror_keep_last is None:
             raise ValueError(
@@ -252,7 +242,10 @@ class Checkpoints:
                 running.run()
                 self._wait_for_save()
             else:
-                running.start()
+                try:
+                    running.start()
+                except RuntimeError:  # the limit of threads is reached: save in this thread
+                    running.run()
 
     def wait(self, *, mirrored: bool = False) -> None:
         """Wait for the running save, and raise its error if it fails.
@@ -262,13 +255,17 @@ class Checkpoints:
         mirrored : bool
             Wait also, on all ranks, until the last save is in the mirror; :class:`MirrorError` if it was not mirrored.
         """
-        if mirrored:
-            self._require_mirror()
+        mirror = self._require_mirror() if mirrored else None
         with self._exclusive_call():
             self._wait_for_save()
-            if mirrored:
+            if mirror is not None:
                 ranks = self._ranks()
-                while not ranks.call(lambda: self._is_mirrored(ranks))[0]:
+
+                def is_mirrored() -> bool:
+                    # Other ranks only raise the error of their own last upload, if it has failed.
+                    return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
+
+                while not ranks.call(is_mirrored)[0]:
                     pass
             self._warn_of_mirror()
 
@@ -322,13 +319,11 @@ class Checkpoints:
                     what = f"the checkpoint of {self._describe(chosen)}"
                     warn(f"{what} is damaged and is skipped: {error}")
                 else:
-                    ranks.call(lambda: _set_loaded(state, plain))  # noqa: B023
+                    restored = chosen[0]
+                    ranks.call(lambda: self._set_loaded(state, plain, restored, step))  # noqa: B023
                     self._damaged = {each for each, is_local in failed if is_local}
                     self._damaged_in_mirror = {each for each, is_local in failed if not is_local}
-                    self._restored = restored = chosen[0]
-                    self._abandoned = [
-                        each for each in self.steps() if step is not None and each > restored
-                    ]
+                    self._restored = restored
                     if self._mirror is not None and step is not None:
                         self._mirror.go_back(step)
                     return restored
@@ -415,14 +410,6 @@ class Checkpoints:
             raise ValueError("mirrored: the checkpoints have no mirror")
         return self._mirror
 
-    def _is_mirrored(self, ranks: Ranks) -> bool:
-        """On the first rank, wait up to _WAIT_SECONDS, and return whether its last save is in the mirror.
-
-        Other ranks only raise the error of their own last upload, if it has failed.
-        """
-        mirror = self._require_mirror()
-        return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
-
     def _warn_of_mirror(self) -> None:
         for problem in self._mirror.problems() if self._mirror is not None else ():
             warn(problem)
@@ -494,6 +481,18 @@ class Checkpoints:
             raise ValueError("step: ranks restore different steps")
         return answers[0][1]
 
+    def _set_loaded(
+        self, state: dict[str, Any], plain: dict[str, Any], restored: int, step: int | None
+    ) -> None:
+        """Set the loaded values in the state; objects in it load their values by ``load_state_dict()``."""
+        for key in plain:
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(plain[key])
+            else:
+                state[key] = plain[key]
+        newer = self.steps() if step is not None else []
+        self._abandoned = [each for each in newer if each > restored]
+
     def _describe(self, chosen: tuple[int, bool]) -> str:
         return f"step {chosen[0]}{'' if chosen[1] else f' in {self._mirror}'}"
 
@@ -552,15 +551,6 @@ def _parts_of_objects(
     ``paths`` are those of single entries, as :func:`flatten_state_dict` and the metadata of a checkpoint have them.
     """
     return {tuple(map(str, path[:2])) for path in paths if isinstance(state.get(path[0]), Stateful)}
-
-
-def _set_loaded(state: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Set the loaded values in the state; objects in it load their values by ``load_state_dict()``."""
-    for key in plain:
-        if isinstance(state[key], Stateful):
-            state[key].load_state_dict(plain[key])
-        else:
-            state[key] = plain[key]
 
 
 class _RunningSave(threading.Thread):
