@@ -194,6 +194,15 @@ def test_inference_tensors_are_filled_outside_of_it(stored: pathlib.Path, layout
     assert bits_of(target) == bits_of(STORED["matrix"].to(target.dtype))
 
 
+def test_inference_tensors_get_what_only_torch_can_read(directory: pathlib.Path) -> None:
+    state = {"a": torch.eye(3).to_sparse()}
+    dcp.save(state, storage_writer=FileSystemWriter(directory), no_dist=True)
+    with torch.inference_mode():
+        loaded = {"a": torch.zeros(3, 3).to_sparse()}
+    load(loaded, directory)
+    assert torch.equal(loaded["a"].to_dense(), torch.eye(3))
+
+
 def test_inference_tensors_are_filled_in_inference_mode(stored: pathlib.Path) -> None:
     with torch.inference_mode():
         contiguous, strided = torch.zeros(700, 900), torch.zeros(900, 700).t()

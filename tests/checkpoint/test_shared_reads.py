@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tensorferry import checkpoint
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
@@ -493,6 +494,26 @@ def test_what_it_may_be_for_files_of_hugging_faces(directory: Path) -> None:
     for wrong in ("yes", 1, None):
         with pytest.raises(ValueError, match="broadcast: "):
             checkpoint.HuggingFaceStorageReader(directory, broadcast=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("piece", [(4, 3), (2, 3)], ids=["whole", "pieces"])
+def test_inference_tensors_get_what_other_ranks_have_read(piece: tuple[int, ...]) -> None:
+    wanted = sharing.RequestedSlice(MetadataIndex("a", torch.Size([0, 0])), (0, 0), (4, 3))
+    boxes = [
+        sharing.SharedBox(0, wanted, torch.float32, (begin, 0), piece)
+        for begin in range(0, 4, piece[0])
+    ]
+    whole = boxes[0]._replace(lengths=(4, 3)).request
+    with torch.inference_mode():
+        target = torch.zeros(4, 3)
+    done: list[Any] = []
+    arrivals = sharing.Arrivals(
+        [whole], lambda *_: target, lambda *each: done.append(each), lambda _: None
+    )
+    for box in boxes:
+        arrivals.add(box, torch.ones(piece))
+    assert bool((target == 1).all())
+    assert len(done) == 1
 
 
 def peak_of_load(rank: int, path: str) -> int:

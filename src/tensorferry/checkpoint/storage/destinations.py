@@ -97,12 +97,8 @@ class ItemCompletion:
     def _end(self) -> None:
         # `finish` may refer to this object and to large memory: drop the reference, so both are freed without the
         # garbage collector.
-        finish, self._finish = self._finish, _nothing
+        finish, self._finish = self._finish, lambda: None
         finish()
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 class Memory:
@@ -252,9 +248,13 @@ def copy_box(target: torch.Tensor, offsets: Sequence[int], box: torch.Tensor) ->
     place = tuple(
         slice(offset, offset + length) for offset, length in zip(offsets, box.shape, strict=True)
     )
-    # Views of inference tensors may only be changed in inference mode.
+    copy_values(target[place] if place else target, box)
+
+
+def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor of the same size; inference tensors may only be changed in inference mode."""
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
-        (target[place] if place else target).copy_(box)
+        target.copy_(values)
 
 
 def range_requests(

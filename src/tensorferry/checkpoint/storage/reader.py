@@ -549,7 +549,7 @@ class ItemLoad:
             if needs_crc:
                 self._contents.check_payload(item, file, whole.crc)
             if held is None:
-                target.copy_(destinations.apply_conj_neg(inner, payload))
+                destinations.copy_values(target, destinations.apply_conj_neg(inner, payload))
             else:
                 self._reserved.remove(held)
                 # The core writes to memory directly, which autograd cannot see.
@@ -592,8 +592,7 @@ class ItemLoad:
             raise AssertionError(
                 f"req {request.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
             )
-        with torch.no_grad():
-            target.copy_(tensor)
+        destinations.copy_values(target, tensor)
         self._planner.commit_tensor(request, target)
 
 

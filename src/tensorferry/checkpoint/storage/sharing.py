@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from tensorferry.base.ranges import slabs
 from tensorferry.base.ranks import Relay, device_of, is_worthwhile, node_identity
-from tensorferry.checkpoint.storage.destinations import is_plain
+from tensorferry.checkpoint.storage.destinations import copy_values, is_plain
 
 if TYPE_CHECKING:
     import os
@@ -311,11 +311,10 @@ class Arrivals:
         places = zip(piece.offsets, piece.lengths, strict=True)
         place = tuple(slice(offset, offset + length) for offset, length in places)
         is_whole = piece.lengths == piece.wanted.lengths
-        with torch.no_grad():
-            (self._inner if is_whole else self._inner[place]).copy_(box)
-            self._missing -= box.numel()
-            if self._missing == 0 and self._inner is not self._target:
-                self._target.copy_(self._inner)
+        copy_values(self._inner if is_whole else self._inner[place], box)
+        self._missing -= box.numel()
+        if self._missing == 0 and self._inner is not self._target:
+            copy_values(self._target, self._inner)
         self._count(piece.nbytes)
         if self._missing == 0:
             self._commit(item, self._target)
