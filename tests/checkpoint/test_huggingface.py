@@ -92,6 +92,14 @@ def test_a_save_takes_the_place_of_the_one_before(directory: pathlib.Path) -> No
     assert_same(load(Reader(directory)), whole(3))
 
 
+def test_progress_ends_with_all_files(directory: pathlib.Path) -> None:
+    told: list[Any] = []
+    writer = Writer(directory, fqn_to_index_mapping=MAPPING, progress=told.append)
+    dcp.save(whole(), storage_writer=writer, no_dist=True)
+    assert told[-1].nbytes == told[-1].total_nbytes == sum(t.nbytes for t in whole().values())
+    assert told[-1].files == told[-1].total_files == len({*MAPPING.values()})
+
+
 @pytest.mark.parametrize("kind", [Reader, TorchsReader])
 def test_huggingfaces_own_models_are_loaded(directory: pathlib.Path, kind: Any) -> None:
     save_sharded(whole(), directory, "1MB")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import struct
+import warnings
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +289,15 @@ def test_what_the_listener_raises_ends_the_save(directory: pathlib.Path) -> None
     with fails(ZeroDivisionError):
         dcp.save(state, storage_writer=FileSystemWriter(directory / "c", progress=fail))
     assert files_of(directory / "c") == before
+
+
+def test_a_save_that_a_warning_ends_was_not_the_last_save(directory: pathlib.Path) -> None:
+    writer = FileSystemWriter(directory)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*will refuse to load")
+        with pytest.raises(dcp.api.CheckpointException, match="will refuse to load"):
+            dcp.save({"a": re.compile("a")}, storage_writer=writer, no_dist=True)
+    assert writer.last_save is None
 
 
 def test_a_listener_that_cannot_be_called_is_refused(directory: pathlib.Path) -> None:

@@ -145,8 +145,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "enable_consolidation": enable_consolidation,
             "thread_count_consolidation": thread_count_consolidation,
         }
+        supported = _supported_arguments(HuggingFaceStorageWriter, TorchsWriter, wanted)
         path = hooks.first_folder(self, HuggingFaceStorageWriter, path)
-        super().__init__(os.fspath(path), **_supported_arguments(TorchsWriter, wanted), **options)
+        super().__init__(os.fspath(path), **supported, **options)
         self.last_save: Throughput | None = None
         self._progress = progress
         self._thread_state = threading.local()
@@ -214,20 +215,21 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 check_all_written(super().write_data(plan, planner).wait(), plan)
             )
         # A planner may return a cached plan of another writer's save, whose items prepare_local_plan() has not seen.
-        storage_data: dict[str, Any] = (
-            plan.storage_data if isinstance(plan.storage_data, dict) else {}
-        )
+        planned = plan.storage_data
+        storage_data: dict[str, Any] = planned if isinstance(planned, dict) else {}
         mapping = self.fqn_to_index_mapping
         shard = self._shard(storage_data) if self.save_distributed else None
         # With plan caching, some ranks may get a plan with the ID of an earlier save: do not write any ID then.
         is_cached = getattr(planner, "_enable_plan_caching", False)
         save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
-        meter = Meter(self._progress, total_nbytes=sum(map(_nbytes, plan.items)))
+        files = self._split_by_storage_plan(mapping, plan.items)
+        total_nbytes = sum(map(_nbytes, plan.items))
+        meter = Meter(self._progress, total_nbytes=total_nbytes, total_files=len(files))
         results: list[WriteResult] = []
         model = Model(self.path, sync=self.sync_files)
         try:
-            for number, items in self._split_by_storage_plan(mapping, plan.items).items():
+            for number, items in files.items():
                 name = file_name(number, highest, shard)
                 own = {}
                 if shard is not None and save is not None:
@@ -268,17 +270,13 @@ class HuggingFaceStorageWriter(TorchsWriter):
             if model is not None:
                 model.abort()
             raise
-        names = {
-            result.index.fqn: result.storage_data.relative_path
-            for written in results
-            for result in written
-        }
-        files = {result.storage_data.relative_path for written in results for result in written}
+        written = [result for each in results for result in each]
+        names = {result.index.fqn: result.storage_data.relative_path for result in written}
+        files = {result.storage_data.relative_path for result in written}
         if self.save_distributed:
             if self.enable_consolidation:
-                mapping = self.fqn_to_index_mapping or dict.fromkeys(
-                    metadata.state_dict_metadata, 1
-                )
+                names_alone = dict.fromkeys(metadata.state_dict_metadata, 1)
+                mapping = self.fqn_to_index_mapping or names_alone
                 assert self.consolidated_output_path is not None
                 consolidate(
                     [Path(self.path) / name for name in sorted(files)],
@@ -290,7 +288,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             # and would use an old index.
             Model(self.path, sync=self.sync_files).commit(None, files)
             return
-        total = sum(result.storage_data.length for written in results for result in written)
+        total = sum(result.storage_data.length for result in written)
         with model or Model(self.path, sync=self.sync_files) as model:
             # If the coordinator has no tensors, another rank has already put the files in place.
             model.commit(_index(names, total), files)
@@ -407,8 +405,9 @@ class HuggingFaceStorageReader(TorchsReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
+        supported = _supported_arguments(HuggingFaceStorageReader, TorchsReader, wanted)
         folder = hooks.first_folder(self, HuggingFaceStorageReader, path, reads=True)
-        super().__init__(os.fspath(folder), **_supported_arguments(TorchsReader, wanted))
+        super().__init__(os.fspath(folder), **supported)
         hooks.set_object_path(self, folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
@@ -487,11 +486,10 @@ class HuggingFaceStorageReader(TorchsReader):
         if self._overridden_hooks():
             super().read_data(plan, planner).wait()
             meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
-            self.last_load = meter.finish()
-            return completed_future(None)
-        load = PlanLoad(self._contents(plan.items), planner, meter, converts=True)
-        load.read(plan, self._group)
-        self.nbytes_read += load.nbytes_read
+        else:
+            load = PlanLoad(self._contents(plan.items), planner, meter, converts=True)
+            load.read(plan, self._group)
+            self.nbytes_read += load.nbytes_read
         self.last_load = meter.finish()
         return completed_future(None)
 
@@ -517,8 +515,7 @@ class HuggingFaceStorageReader(TorchsReader):
                 if known is None or known.relative_path != path:
                     continue
                 found[key] = part
-                is_as_said = (tuple(known.shape), known.dtype) == (tuple(part.shape), part.dtype)
-                if not is_as_said:
+                if (tuple(known.shape), known.dtype) != (tuple(part.shape), part.dtype):
                     there = f"{part.dtype} of the size {list(part.shape)}"
                     said = f"{known.dtype} of {list(known.shape)}"
                     raise CheckpointError(
@@ -839,17 +836,13 @@ def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
     return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
 
 
-def _supported_arguments(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _supported_arguments(ours: type, torchs: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that the installed torch's class supports; the others must have their defaults."""
-    taken = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    own = inspect.signature(
-        HuggingFaceStorageWriter.__init__
-        if kind is TorchsWriter
-        else HuggingFaceStorageReader.__init__
-    ).parameters
+    taken = inspect.signature(torchs).parameters
+    own = inspect.signature(ours).parameters
     for name, value in wanted.items():
         if name not in taken and value != own[name].default:
             raise TypeError(
-                f"{name}: torch {torch.__version__}'s {kind.__name__} has no such argument"
+                f"{name}: torch {torch.__version__}'s {torchs.__name__} has no such argument"
             )
     return {name: value for name, value in wanted.items() if name in taken}

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -178,10 +178,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for the next save, to another directory if one is given."""
-        directory = None
         if checkpoint_id and hooks.has_own_files(self):
             super().reset(checkpoint_id)
             return
+        directory = None
         if checkpoint_id:
             # async_save() stages in the caller's thread, but passes the directory in the thread or process of the save.
             # There a relative path must be resolved against the working directory at the time of staging.
@@ -250,10 +250,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
         try:
-            if self._must_use_torch():
-                results = self._write_by_torch(plan, planner, f"{prefix}{save_id}_")
-            else:
-                results = self._write(plan, planner, f"{prefix}{save_id}_")
+            write = self._write_by_torch if self._must_use_torch() else self._write
+            results = write(plan, planner, f"{prefix}{save_id}_")
         except BaseException:
             self._end_save()
             raise
@@ -339,9 +337,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     def _save(self) -> _Save:
         """Return the current thread's save, by default a save to the directory of the last reset() or of the writer."""
         save: _Save | None = getattr(self._thread_state, "save", None)
-        if save is None:
-            save = _Save(getattr(self._thread_state, "next_directory", None) or Path(self.path))
-        return save
+        here = getattr(self._thread_state, "next_directory", None)
+        return save or _Save(here or Path(self.path))
 
     def _end_save(self) -> None:
         saver = self._save().saver
@@ -411,8 +408,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 ):
                     finish_oldest()
                 sums = tensorferry.Checksums(CHUNK_NBYTES, segments=True)
-                path = os.fspath(directory / name)
-                file = NewFile(path, reserve_nbytes=bound, checksums=sums)
+                file = NewFile(os.fspath(directory / name), reserve_nbytes=bound, checksums=sums)
                 new_files.append(file)
                 written = []
                 for item in items:
@@ -425,8 +421,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 finish_oldest()
             if self.sync_files:
                 publication.sync_directory(directory)
-            self.last_save = meter.finish()
             plain_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
+            self.last_save = meter.finish()
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
                 for file in new_files:
@@ -444,9 +440,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         own.path, own.fs = directory, tracked
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
         try:
-            results: list[WriteResult] = (
-                super(FileSystemWriter, own).write_data(plan, planner).wait()
-            )
+            results = super(FileSystemWriter, own).write_data(plan, planner).wait()
             check_all_written(results, plan)
             if self.sync_files:
                 publication.sync_directory(directory)
@@ -527,7 +521,7 @@ def _write_item(
     length = file.nbytes - offset
     info = _StorageInfo(name, offset, length)
     if extras is not None:
-        info.__dict__[EXTRAS] = tuple(extras)
+        info.__dict__[EXTRAS] = extras
     return WriteResult(item.index, length, info)
 
 
@@ -550,18 +544,13 @@ def is_state_memory(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner)
     )
 
 
-class _Payload(NamedTuple):
-    """The location of a tensor's elements in an archive, in C order, and their dtype."""
-
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-
-
 def _write_tensor(
     file: NewFile, tensor: torch.Tensor, item: WriteItem, *, kept: bool
-) -> _Payload | None:
-    """Write a tensor with the same bytes as torch.save; return its payload's location if metadata can describe it."""
+) -> tuple[int, int, torch.dtype] | None:
+    """Write a tensor with the same bytes as torch.save.
+
+    Return the offset and size of its elements in the archive, in C order, and their dtype, if metadata can describe it.
+    """
     content, archive = _bytes_and_archive(tensor)
     if archive is None:
         kept = False
@@ -587,7 +576,7 @@ def _write_tensor(
     )
     if not as_planned or not tensor.is_contiguous():
         return None
-    return _Payload(len(archive.pieces[0]), content.nbytes, tensor.dtype)
+    return len(archive.pieces[0]), content.nbytes, tensor.dtype
 
 
 def _bytes_and_archive(
