@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or invalid.
@@ -48,10 +46,6 @@ class CheckpointError(ValueError):
             where += f" ({shown}{f' and {more} more' if more > 0 else ''})"
         return f"{where}: {self.reason}" if where else self.reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Other ranks receive the error as a pickle.
-        return _rebuild, (type(self), self.reason, self.path, self.names, self.begin, self.end)
-
 
 class RefusedCheckpointError(CheckpointError):
     """The bytes are undamaged, but their content is refused, such as an object that needs ``trust_pickle=True``."""
@@ -78,14 +72,3 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 _SHOWN_NAMES = 4
-
-
-def _rebuild(
-    kind: type[CheckpointError],
-    reason: str,
-    path: str,
-    names: tuple[str, ...],
-    begin: int | None,
-    end: int | None,
-) -> CheckpointError:
-    return kind(reason, path, names=names, begin=begin, end=end)

@@ -71,8 +71,8 @@ _PORTABLE_PROPERTIES = 5
 
 def is_save_file(name: str) -> bool:
     """Return whether a file name belongs to a save, so that the file alone is not a checkpoint."""
-    return name == LOCK_NAME or any(
-        each.fullmatch(name) for each in (_DATA_FILE, _UNFINISHED_METADATA)
+    return bool(
+        name == LOCK_NAME or _DATA_FILE.fullmatch(name) or _UNFINISHED_METADATA.fullmatch(name)
     )
 
 
@@ -179,11 +179,7 @@ def replace(
         if rank is not None:
             refuse_if_all_ranks_saved(directory)
         if not overwrite and path.exists():
-            raise CheckpointError(
-                "another save has completed a checkpoint in this directory meanwhile, and overwrite=False forbids "
-                "replacing it",
-                str(directory),
-            )
+            raise _meanwhile(directory)
         # Without exclusive access, remove only files that the old metadata names: other saves may be writing the rest.
         removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync, overwrite=overwrite)
@@ -192,7 +188,7 @@ def replace(
         # again.
         with contextlib.suppress(OSError), writer_lock(directory, METADATA_NAME) as is_unread:
             if is_unread:
-                remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
+                _remove_replaced(directory, referenced, removable, rank, sync=sync)
             if alone:
                 remove_unfinished(directory, rank=rank)
 
@@ -261,40 +257,32 @@ def _link_if_absent(temporary: Path, path: Path) -> bool:
     try:
         path.hardlink_to(temporary)
     except FileExistsError:
-        raise CheckpointError(
-            "another save has completed a checkpoint in this directory meanwhile, and overwrite=False forbids "
-            "replacing it",
-            str(path.parent),
-        ) from None
+        raise _meanwhile(path.parent) from None
     except OSError:  # the file system does not support hard links
         return False
     temporary.unlink()
     return True
 
 
-def remove_replaced(
+def _meanwhile(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        "another save has completed a checkpoint in this directory meanwhile, and overwrite=False forbids replacing it",
+        str(directory),
+    )
+
+
+def _remove_replaced(
     directory: Path,
-    referenced: Iterable[str],
-    removable: Iterable[str] | None = None,
+    referenced: Container[str],
+    removable: Container[str] | None,
+    rank: int | None,
     *,
-    rank: int | None = None,
     sync: bool,
 ) -> None:
     """Remove data files that no metadata refers to any more.
 
-    Parameters
-    ----------
-    directory : Path
-        The checkpoint's directory.
-    referenced : iterable of str
-        Names of the files to keep.
-    removable : iterable of str, optional
-        Names of the files that may be removed. None allows the removal of all files that are not in ``referenced``,
-        and is only valid when no other save is alive.
-    rank : int, optional
-        For the checkpoint of one rank: only this rank's files are removed.
-    sync : bool
-        Whether the removal of stale metadata must reach the drive before its data files are removed.
+    Without ``removable``, all files that are not in ``referenced`` are removed, so no other save may be alive. For the
+    checkpoint of one rank, only this rank's files are removed.
     """
     if rank is None:
         # Readers ignore the metadata of single ranks once there is one for all ranks.
@@ -302,12 +290,10 @@ def remove_replaced(
         unlink(stale)
         if stale and sync:
             sync_directory(directory)
-    keep = set(referenced)
-    removable_names = None if removable is None else set(removable)
     unlink(
         path
         for path in _data_files(directory, rank)
-        if path.name not in keep and (removable_names is None or path.name in removable_names)
+        if path.name not in referenced and (removable is None or path.name in removable)
     )
 
 
@@ -318,26 +304,22 @@ def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     damaged, and no file at all while the checkpoint is being loaded.
     """
     with writer_lock(directory, METADATA_NAME) as is_unread:
-        if is_unread:
-            _remove_leftovers(directory, rank)
-
-
-def _remove_leftovers(directory: Path, rank: int | None) -> None:
-    remove_unfinished(directory, rank=rank)
-    mentioned: set[str] = set()
-    for path in directory.iterdir():
-        if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
+        if not is_unread:
+            return
+        remove_unfinished(directory, rank=rank)
+        mentioned: set[str] = set()
+        for path in _metadata_files(directory, None):
             content = path.read_bytes()
             pickled, trailer = content[:-TRAILER_NBYTES], content[-TRAILER_NBYTES:]
             if trailer != trailer_of(pickled):
                 return
             # File names appear verbatim in a pickle. A false match only keeps a file for longer.
             mentioned.update(name.decode() for name in re.findall(OWN_NAME, pickled))
-    unlink(
-        path
-        for path in _data_files(directory, rank)
-        if re.fullmatch(OWN_NAME, path.name.encode()) and path.name not in mentioned
-    )
+        unlink(
+            path
+            for path in _data_files(directory, rank)
+            if re.fullmatch(OWN_NAME, path.name.encode()) and path.name not in mentioned
+        )
 
 
 def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:

@@ -32,7 +32,7 @@ from tensorferry.checkpoint.storage.metadata import (
     payload_of,
     read_metadata,
 )
-from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
+from tensorferry.checkpoint.storage.names import metadata_files
 from tensorferry.checkpoint.storage.reading import DataFile, Reading, ReadRequest
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
@@ -211,12 +211,9 @@ class Contents(ItemLocator):
     def _current_file_names(self) -> set[str] | None:
         """The files that the folder's metadata names now, read once; None if no metadata can be read."""
         named: set[str] | None = None
-        try:
-            paths = [*as_path(self._folder).iterdir()]
-        except OSError:  # the folder is being removed as well: the caller raises its original error
-            return None
-        for path in paths:
-            if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
+        # The folder may be being removed as well, and then the caller raises its original error.
+        with contextlib.suppress(OSError):
+            for path in metadata_files(self._folder):
                 with contextlib.suppress(OSError, CheckpointError):
                     metadata = read_metadata(path, trust_pickle=self._trusted)
                     named = named or set()
@@ -403,13 +400,12 @@ class Contents(ItemLocator):
         """Return the requests that verify an item."""
         payload, request = item.payload, item.request
         begin, end = item.info.offset, item.info.offset + item.info.length
-        if payload is not None and self.has_checksums(file.name):
+        if self.has_checksums(file.name):
+            if payload is None:
+                nowhere = destinations.Memory(destinations.ItemCompletion(0))
+                return iter([ReadRequest(begin, end, nowhere)])
             return destinations.verification_requests(
                 payload, request.storage_offsets, request.lengths, file.gap_nbytes
-            )
-        if self.has_checksums(file.name):
-            return iter(
-                [ReadRequest(begin, end, destinations.Memory(destinations.ItemCompletion(0)))]
             )
         if self.has_only_payload_crc(item, file):
             assert payload is not None
@@ -418,13 +414,10 @@ class Contents(ItemLocator):
                 lambda: self.check_payload(item, file, whole.crc),
                 needs_crc=True,
             )
-            end = payload.begin + payload.nbytes
-            requests = (
-                [ReadRequest(payload.begin, end, destinations.Memory(whole))]
-                if payload.nbytes
-                else []
+            request_all = ReadRequest(
+                payload.begin, payload.begin + payload.nbytes, destinations.Memory(whole)
             )
-            return whole.begin(iter(requests))
+            return whole.begin(iter([request_all] if payload.nbytes else []))
         data = bytearray(item.info.length)
         return destinations.range_requests(
             [(begin, end, data)], lambda: self.check_blob(item, file, io.BytesIO(data))

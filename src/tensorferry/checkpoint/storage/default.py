@@ -92,15 +92,11 @@ def _async_save(*arguments: Any, **options: Any) -> Any:
     folder = options.get("checkpoint_id")
     if folder and FileSystemWriter.validate_checkpoint_id(folder):
         folder = options["checkpoint_id"] = absolute_path(folder, "checkpoint_id")
-    if (
-        options.get("storage_writer") is None
-        and folder
-        and FileSystemWriter.validate_checkpoint_id(folder)
-    ):
-        global _stager
-        _stager = _stager or Stager()
-        writer = options["storage_writer"] = FileSystemWriter(folder)
-        writer._stager = _stager
+        if options.get("storage_writer") is None:
+            global _stager
+            _stager = _stager or Stager()
+            writer = options["storage_writer"] = FileSystemWriter(folder)
+            writer._stager = _stager
     return _torchs_async_save(*arguments, **options)
 
 
@@ -125,12 +121,10 @@ def _put_hugging_face(*, ours: bool) -> None:
 
 def _set_defaults(reading: dict[str, Any]) -> None:
     """Change the defaults of keyword arguments in place, where help() and inspect show them."""
-    readers = [
-        getattr(module, name)
-        for module, classes in _hugging_face().values()
-        for name in classes
-        if name.endswith("Reader")
+    hugging_face = [
+        getattr(module, name) for module, names in _hugging_face().values() for name in names
     ]
+    readers = [kind for kind in hugging_face if kind.__name__.endswith("Reader")]
     for kind in (FileSystemReader, *readers):
         own = _defaults.setdefault(kind, dict(kind.__init__.__kwdefaults__))
         known = {name: value for name, value in reading.items() if name in own}

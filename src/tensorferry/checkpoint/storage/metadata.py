@@ -240,19 +240,14 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
         The name leads out of the folder, directly or through a link.
     """
     path = as_path(folder) / relative_path
+    outside = f"the checkpoint names a file outside of its folder: {relative_path!r}"
     if isinstance(path, ObjectPath):
         if not _BELOW.fullmatch(relative_path):
-            raise RefusedCheckpointError(
-                f"the checkpoint names a file outside of its folder: {relative_path!r}", str(folder)
-            )
+            raise RefusedCheckpointError(outside, str(folder))
     elif not trusted:
-        inside = os.path.realpath(folder)
-        real = os.path.realpath(path)
+        inside, real = os.path.realpath(folder), os.path.realpath(path)
         if os.path.commonpath([inside, real]) != inside or real == inside:
-            raise RefusedCheckpointError(
-                f"the checkpoint names a file outside of its folder: {relative_path!r} is {real!r}",
-                str(folder),
-            )
+            raise RefusedCheckpointError(f"{outside} is {real!r}", str(folder))
         if not is_regular(path):
             raise CheckpointError("it is not a regular file", str(path))
     return str(path)
@@ -357,18 +352,12 @@ SIMPLE_CONSTRUCTORS = [
     Constructor("builtins.set", _set_constructor(set)),
     Constructor("builtins.frozenset", _set_constructor(frozenset)),
     Constructor("collections.OrderedDict", empty(OrderedDict)),
-    *(
-        Constructor(f"pathlib.{name}", _path_constructor(pathlib.Path))
-        for name in ("Path", "PosixPath")
-    ),
-    *(
-        Constructor(f"pathlib.{name}", _path_constructor(pathlib.PurePosixPath))
-        for name in ("PurePath", "PurePosixPath")
-    ),
-    *(
-        Constructor(f"pathlib.{name}", _path_constructor(pathlib.PureWindowsPath))
-        for name in ("WindowsPath", "PureWindowsPath")
-    ),
+    Constructor("pathlib.Path", _path_constructor(pathlib.Path)),
+    Constructor("pathlib.PosixPath", _path_constructor(pathlib.Path)),
+    Constructor("pathlib.PurePath", _path_constructor(pathlib.PurePosixPath)),
+    Constructor("pathlib.PurePosixPath", _path_constructor(pathlib.PurePosixPath)),
+    Constructor("pathlib.WindowsPath", _path_constructor(pathlib.PureWindowsPath)),
+    Constructor("pathlib.PureWindowsPath", _path_constructor(pathlib.PureWindowsPath)),
 ]
 # The names that metadata may contain, for pickles.loads().
 _NAMES = table(

@@ -38,21 +38,17 @@ def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
     whole = folder / METADATA_NAME
     if whole.exists():
         return [whole]
-    ranks = {}
     if folder.is_dir():
-        for file in folder.iterdir():
-            if match := RANK_METADATA.fullmatch(file.name):
-                ranks[int(match[1])] = file
-    if not ranks:
-        instead = "; it does not exist"
-        if folder.is_dir():
-            instead = _describe_contents(folder)
-        elif folder.exists():
-            instead = "; it is a file"
-        raise FileNotFoundError(
-            f"there is no checkpoint in the folder {str(path)!r}: no file {METADATA_NAME!r}{instead}"
-        )
-    return [ranks[rank] for rank in sorted(ranks)]
+        matches = [(RANK_METADATA.fullmatch(file.name), file) for file in folder.iterdir()]
+        ranks = {int(match[1]): file for match, file in matches if match}
+        if ranks:
+            return [ranks[rank] for rank in sorted(ranks)]
+        instead = _describe_contents(folder)
+    else:
+        instead = "; it is a file" if folder.exists() else "; it does not exist"
+    raise FileNotFoundError(
+        f"there is no checkpoint in the folder {str(path)!r}: no file {METADATA_NAME!r}{instead}"
+    )
 
 
 def _describe_contents(folder: Path) -> str:

@@ -157,10 +157,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
         """Find the scales of tensors by their names. A subclass may override this, as with torch's class."""
         for name in weight_map:
-            for ending, scaled in (
-                (_SCALE_OF_WEIGHT, _WEIGHT),
-                (_SCALES_OF_BLOCKS, _BLOCKS),
-            ):
+            for ending, scaled in ((_SCALE_OF_WEIGHT, _WEIGHT), (_SCALES_OF_BLOCKS, _BLOCKS)):
                 weight = name.removesuffix(ending) + scaled
                 if name.endswith(ending) and weight in weight_map:
                     self._weight_scale_mapping[weight] = name
@@ -192,7 +189,6 @@ class _QuantizedTensors(LocatedTensors):
         scales: _Scales,
     ) -> None:
         super().__init__(places)
-        self._places = places
         self._reader = reader
         self._scales = scales
         self._names = reader._weight_scale_mapping
@@ -531,16 +527,9 @@ def _multiply_by_scales(
     rows, columns = codes.shape
     values = torch.empty(rows, columns * count, dtype=torch.float32, device="cpu")
     addresses = (each.data_ptr() for each in (table, scales, values))
-    write_values_of_codes(
-        codes.data_ptr(),
-        rows,
-        columns,
-        block,
-        (begin[0], begin[1]),
-        scales.shape[1],
-        count,
-        *addresses,
-    )
+    matrix = (codes.data_ptr(), rows, columns)
+    begin_in_block = (begin[0], begin[1])
+    write_values_of_codes(*matrix, block, begin_in_block, scales.shape[1], count, *addresses)
     return values
 
 

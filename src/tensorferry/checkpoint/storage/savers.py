@@ -87,17 +87,13 @@ class Saver:
                 raise StorageError(error.errno, message, str(directory)) from error
         if self._descriptor is not None:
             self._leave = when_dropped(self, _leave, self._descriptor, path)
-        self._reaches_all = self._descriptor is not None and _reach_all(directory)
-
-    @property
-    def reaches_all(self) -> bool:
-        """Whether all other saves into the directory see the locks; if not, exclusive access is never granted."""
-        return self._reaches_all
+        # Whether all other saves into the directory see the locks; if not, exclusive access is never granted.
+        self.reaches_all = self._descriptor is not None and _reach_all(directory)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
         """Yield whether no other save is alive; if so, none begins before the end of the block."""
-        locked = self._reaches_all and self._lock(fcntl.F_WRLCK, _PRESENCE)
+        locked = self.reaches_all and self._lock(fcntl.F_WRLCK, _PRESENCE)
         try:
             # If the lock file has been removed, later saves lock a new file and do not see this lock. So the locked
             # file must still be at the path.
@@ -110,11 +106,10 @@ class Saver:
     def commit_turn(self) -> Iterator[None]:
         """Wait for the commit lock; CheckpointError if another save holds it for too long."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
-        mine = False
-        while self._descriptor is not None and not mine and time.monotonic() < deadline:
-            mine = self._lock(fcntl.F_WRLCK, _TURNS)
-            if not mine:
-                time.sleep(_POLL_SECONDS)
+        while not (mine := self._lock(fcntl.F_WRLCK, _TURNS)):
+            if self._descriptor is None or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
         if self._descriptor is not None and not mine:
             raise CheckpointError(
                 f"another save has been committing for {_MAX_WAIT_SECONDS:.0f} seconds (likely causes: it is stopped, "
@@ -129,7 +124,7 @@ class Saver:
 
     def leave(self) -> None:
         """Release all locks; this also happens when the object is freed."""
-        self._descriptor, self._reaches_all = None, False
+        self._descriptor, self.reaches_all = None, False
         self._leave()
 
     def _enter(self, path: Path) -> int:
