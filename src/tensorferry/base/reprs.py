@@ -1,4 +1,4 @@
-"""Robust ``__repr__`` methods."""
+"""Robust ``__repr__`` methods, and lists of names in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _T = TypeVar("_T")
 
@@ -25,3 +25,9 @@ def safe_repr(show: Callable[[_T], str]) -> Callable[[_T], str]:
             return object.__repr__(self)
 
     return wrapper
+
+
+def first_of(texts: Sequence[str], count: int) -> str:
+    """Return the first ``count`` texts, separated by commas, and how many more there are."""
+    more = len(texts) - count
+    return ", ".join(texts[:count]) + (f" and {more} more" if more > 0 else "")

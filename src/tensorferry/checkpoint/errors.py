@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tensorferry.base.reprs import first_of
+
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or invalid.
@@ -41,9 +43,7 @@ class CheckpointError(ValueError):
         if self.path:
             where += f"{self.path!r}"
         if self.names:
-            shown = ", ".join(map(repr, self.names[:_SHOWN_NAMES]))
-            more = len(self.names) - _SHOWN_NAMES
-            where += f" ({shown}{f' and {more} more' if more > 0 else ''})"
+            where += f" ({first_of([*map(repr, self.names)], _SHOWN_NAMES)})"
         return f"{where}: {self.reason}" if where else self.reason
 
 

@@ -104,11 +104,6 @@ class Item:
             whole, self.payload, offsets, lengths, target, gap_nbytes, pool
         )
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the item covers the whole payload."""
-        return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
-
 
 class ItemLocator:
     """Locates the items of load plans in data files. A subclass locates a single item, and opens files."""

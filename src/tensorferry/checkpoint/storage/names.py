@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
+from tensorferry.base.reprs import first_of
 from tensorferry.transfer.remote import as_path
 
 if TYPE_CHECKING:
@@ -67,5 +68,4 @@ def _describe_contents(folder: Path) -> str:
 
 
 def _first_names(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return first_of([*map(repr, names)], _SHOWN)

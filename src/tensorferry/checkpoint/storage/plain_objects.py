@@ -50,8 +50,6 @@ from tensorferry.checkpoint.zipformat.pickles import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from tensorferry.base.caller_warnings import Line
-
 # The cache of sanitized blobs: the maximum size of a blob in it, and the number of blobs.
 _KEPT_NBYTES, _KEPT_COUNT = 4096, 1024
 _NUMPY_TYPE = re.compile(r"[biufc]\d{1,2}|\?|[bBhHiIlLqQefdgFDG]|[SUV]\d{1,9}|[mM]8")
@@ -120,10 +118,10 @@ def _is_certain(value: Any) -> bool:
     return True
 
 
-def warn_of_refusals(refusals: Mapping[str, str], reader: str, line: Line | None = None) -> None:
+def warn_of_refusals(refusals: Mapping[str, str], reader: str) -> None:
     """Warn of saved objects that a reader will refuse."""
     for name, why in refusals.items():
-        warn(f"{name!r} is saved, but {reader} will refuse to load it: {why}", line)
+        warn(f"{name!r} is saved, but {reader} will refuse to load it: {why}")
 
 
 def sanitize_pickle(blob: bytes) -> bytes:

@@ -25,7 +25,7 @@ from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import one_of
 from tensorferry.base.file_locks import reader_lock
 from tensorferry.base.ranks import checked_broadcast
-from tensorferry.base.reprs import safe_repr
+from tensorferry.base.reprs import first_of, safe_repr
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import destinations, hooks, sharing
@@ -475,11 +475,9 @@ class _Destinations:
     def warn(self) -> None:
         """Warn once of all conversions that may lose values."""
         if self._narrowed:
-            found = list(self._narrowed.items())
-            shown = [f"{name!r} ({how})" for name, how in found[:_SHOWN_NAMES]]
-            more = len(found) - len(shown)
-            names = ", ".join(shown) + (f" and {more} more" if more else "")
-            warn(f"tensors are converted to dtypes that may not hold their values: {names}")
+            names = [f"{name!r} ({how})" for name, how in self._narrowed.items()]
+            found = first_of(names, _SHOWN_NAMES)
+            warn(f"tensors are converted to dtypes that may not hold their values: {found}")
 
 
 def _narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -543,7 +541,8 @@ class ItemLoad:
         inner = target
         if not plain:
             inner = torch.empty(request.lengths, dtype=item.dtype, device="cpu")
-        needs_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
+        is_whole = tuple(request.lengths) == payload.sizes
+        needs_crc = is_whole and self._contents.has_only_payload_crc(item, file)
 
         def finish() -> None:
             if needs_crc:

@@ -78,17 +78,6 @@ def _this_thread() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
-class _EmptyFileSystem(filesystem.FileSystem):
-    """A file system without files, which keeps torch from warning that the save will overwrite a checkpoint.
-
-    The warning does not apply, because our writer keeps the previous checkpoint until the new one is complete.
-    """
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-
 # For each thread, the Saver of a coordinator that has written its own part, until torch calls finish().
 _coordinators = threading.local()
 
@@ -217,7 +206,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         own = copy.copy(self)
         own.path = directory
         if self.overwrite:
-            own.fs = _EmptyFileSystem()
+            # torch would warn that the save overwrites a checkpoint, but ours keeps it until the new one is complete.
+            own.fs = filesystem.FileSystem()
+            vars(own.fs)["exists"] = lambda _: False
         return super(FileSystemWriter, own).prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -551,19 +542,20 @@ def _write_tensor(
 
     Return the offset and size of its elements in the archive, in C order, and their dtype, if metadata can describe it.
     """
-    content, archive = _bytes_and_archive(tensor)
-    if archive is None:
+    found = _bytes_and_archive(tensor)
+    if found is None:
         kept = False
         tensor = tensor.cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # copy only the elements that are used, as torch does
-        content, archive = _bytes_and_archive(tensor)
-    if content is None or archive is None:
+        found = _bytes_and_archive(tensor)
+    if found is None:
         try:
             torch.save(tensor, RawNewFile(file))  # type: ignore[arg-type]
         except RuntimeError as error:
             raise cause_of(error) from None
         return None
+    content, archive = found
     file.write_bytes(archive.pieces[0])
     payload = file.segment_count
     file.write(content, kept=kept)
@@ -579,14 +571,12 @@ def _write_tensor(
     return len(archive.pieces[0]), content.nbytes, tensor.dtype
 
 
-def _bytes_and_archive(
-    tensor: torch.Tensor,
-) -> tuple[torch.Tensor | None, Archive | None]:
-    """Return a tensor's bytes and the archive around them as torch.save writes it, each None if it is unknown."""
+def _bytes_and_archive(tensor: torch.Tensor) -> tuple[torch.Tensor, Archive] | None:
+    """Return a tensor's bytes and the archive around them as torch.save writes it; None if one of them is unknown."""
     content = plain_bytes(tensor)
     if content is None:
-        return None, None
+        return None
     try:
         return content, tensor_archive(tensor.dtype, tensor.size(), tensor.stride())
     except UnknownArchiveError:
-        return content, None
+        return None
