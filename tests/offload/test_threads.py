@@ -1,16 +1,18 @@
-"""The number of threads of a step: one if it waits for the drive, otherwise all; the result is always the same."""
+"""The number of threads of a step: few if it waits for the drive or buckets are small; the result is the same."""
 
 import threading
 
 import pytest
 import torch
 
+from tensorferry.offload import threads as step_threads
 from tensorferry.offload.threads import StepThreads
 from tests.offload.twins import SHAPES, SMALL, ByNorm, Gradients, assert_equal, parameters, train
 from tests.support.faultfs import Fault
 from tests.support.leaks import settled
 
 THREADS = 2
+LARGE = 1 << 20  # elements
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,8 @@ def _waiting(monkeypatch):
     monkeypatch.setattr(StepThreads, "note", lambda threads, *_: note(threads, 1.0, 1.0))
 
 
-def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded):
+def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded, monkeypatch):
+    monkeypatch.setattr(step_threads, "_GRAIN_NUMEL", 1)  # as if the buckets were large
     wanted, params, seen = parameters(), parameters(), []
     memory = torch.optim.AdamW(wanted)
     drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL, path=faultfs.path)
@@ -103,7 +106,7 @@ def test_other_threads_keep_theirs():
     threads, seen = StepThreads(), []
     for _ in range(3):
         threads.note(1.0, 0.9)
-    with threads.limited():
+    with threads.limited(LARGE):
         assert torch.get_num_threads() == 1
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()
@@ -112,8 +115,26 @@ def test_other_threads_keep_theirs():
     assert torch.get_num_threads() == THREADS
 
 
+@pytest.mark.parametrize(("numel", "wanted"), [(0, 1), (8192, 1), (65535, 1), (65536, 2)])
+def test_short_operations_get_one_thread(numel, wanted):
+    with StepThreads().limited(numel):
+        assert torch.get_num_threads() == wanted
+
+
+def test_small_buckets_are_stepped_by_one_thread(offloaded):
+    wanted, params, seen = parameters(), parameters(), []
+    memory = torch.optim.AdamW(wanted)
+    drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL)
+    seen.clear()
+    train(Gradients(wanted, params), memory, drive, steps=3)
+    assert drive.stats()["buckets"] > 4
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == THREADS
+    assert_equal(wanted, params)
+
+
 def limit(threads):
-    with threads.limited():
+    with threads.limited(LARGE):
         return torch.get_num_threads()
 
 

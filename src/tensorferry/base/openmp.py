@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def limit_threads(count: int | None) -> Iterator[None]:
-    """Limit the calling thread to ``count`` OpenMP threads during the block; None sets no limit."""
+def limit_threads(count: int) -> Iterator[None]:
+    """Limit the calling thread to ``count`` OpenMP threads during the block."""
     import torch
 
     before: int = torch.get_num_threads()
-    if count is None or count >= before or not _set_threads(count):
+    if count >= before or not _set_threads(count):
         yield
         return
     try:

@@ -484,10 +484,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     sweep.broken = True  # a failed call cannot be repeated
                     self._lender.call_in_memory(sweep.function)
                 else:
-                    limited = (
-                        self._threads.limited() if self._by_elements else contextlib.nullcontext()
-                    )
-                    with limited:
+                    with self._limited_threads():
                         self._step_buckets(residency, sweep)
             except StorageError as error:
                 raise self._half_done(str(error)) from error
@@ -502,6 +499,13 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             if sweep.is_step:
                 self._steps += 1
                 self._committed = False
+
+    def _limited_threads(self) -> contextlib.AbstractContextManager[None]:
+        if not self._by_elements:
+            return contextlib.nullcontext()
+        return self._threads.limited(
+            max(unit.numel for bucket in self._buckets for unit in bucket.units)
+        )
 
     def _step_buckets(self, residency: Residency, sweep: Sweep) -> None:
         lender = self._lender

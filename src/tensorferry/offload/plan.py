@@ -101,6 +101,11 @@ class Unit:
         return self.leaves is not None or self.has_master
 
     @property
+    def numel(self) -> int:
+        """The number of the unit's elements."""
+        return local_of(self.param).numel() if self.stop is None else self.stop - self.start
+
+    @property
     def master(self) -> Field | None:
         """The field of the master, or None."""
         first = self.fields[0] if self.fields else None
