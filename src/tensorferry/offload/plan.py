@@ -380,8 +380,8 @@ class Planner:
             yield unit
             return
         element_nbytes = sum(each.dtype.itemsize for each in unit.fields)
-        usable = size - len(unit.fields) * PAGE_NBYTES  # padding: each field begins at a page
-        count = max(usable // element_nbytes // GRANULE, 1) * GRANULE
+        # No padding is needed: fields of this many elements are whole pages.
+        count = max(size // element_nbytes // GRANULE, 1) * GRANULE
         for start in range(0, local.numel(), count):
             stop = min(start + count, local.numel())
             piece = Unit(unit.index, unit.param, start, stop, dtype=unit.dtype, layout=unit.layout)
