@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 import tensorferry
@@ -209,6 +210,52 @@ def test_a_scaler_unscales_and_leaves_steps_out(pair: Any, clips: bool) -> None:
             run.optimizer.zero_grad()
             run.losses.append((str(loss.item()), scaler.get_scale()))
     assert_same(*both)
+
+
+def test_a_model_without_values_stays_as_it_is_if_it_is_not_offloaded(directory: Path) -> None:
+    values = nn.Linear(WIDTH, WIDTH)
+    save_file(values.state_dict(), directory / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train = functools.partial(
+        offload_training, model, optimizer, directory / "x", files=directory / "model.safetensors"
+    )
+    with pytest.raises(MemoryBudgetError):
+        train(memory_budget=4096)
+    assert (
+        model.weight.is_meta
+    )  # and not on the CPU without memory, where a read would end the process
+    _, drive = train(memory_budget="64MiB")
+    with drive.in_memory(model):
+        assert same(model.weight.detach(), values.weight.detach())
+    drive.close()
+
+
+@pytest.mark.parametrize("where", [(slabs.Cycle, "_reserve"), (Training, "_take_over_step")])
+def test_a_training_that_fails_to_begin_leaves_model_and_optimizer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    model, alone = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in "ab")
+    alone.load_state_dict(model.state_dict())
+    both = [(each, torch.optim.AdamW(each.parameters())) for each in (model, alone)]
+
+    def step() -> None:
+        for each, optimizer in both:
+            optimizer.zero_grad()
+            each(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+
+    def fail(*_: Any) -> None:
+        raise tensorferry.StorageError(errno.ENOSPC, "No space left on device", "x")
+
+    step()
+    monkeypatch.setattr(*where, fail)
+    with pytest.raises(tensorferry.StorageError):
+        offload_training(model, both[0][1], directory / "x", memory_budget="64MiB")
+    step()
+    assert same(model.state_dict(), alone.state_dict())
+    assert same(both[0][1].state_dict(), both[1][1].state_dict())
 
 
 def test_state_dicts_go_both_ways(pair: Any, directory: Path) -> None:

@@ -140,6 +140,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         try:
             self._install(self._planned())
             self._fill(self._state_before)
+            self._take_params()
         except BaseException:
             optimizer.param_groups = kept
             raise
@@ -153,6 +154,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             optimizer.state = defaultdict(dict)
         self._redirect_methods()
         self._is_constructed = True
+
+    def _take_params(self) -> None:
+        """Move the parameters to drives; in this class they stay in memory."""
 
     def _redirect_methods(self) -> None:
         """Forward methods of the original optimizer to this one, or make them raise."""

@@ -73,9 +73,15 @@ class TrainingOptimizer(OffloadedOptimizer):
         store: TensorStore,
         memory_budget_nbytes: int,
         training: Training,
+        given: _Given,
+        *,
+        step_in_backward: bool,
         **options: Any,
     ) -> None:
         self._training = training
+        self._given: _Given | None = given
+        self._steps_early = step_in_backward
+        self._all_nbytes = memory_budget_nbytes  # for state and slabs
         self._last_order: list[int] = []  # order of the buckets in the last step
         # By bucket: parameters for which gradients must still arrive.
         self._waiting: dict[int, set[torch.Tensor]] = {}
@@ -339,9 +345,24 @@ class TrainingOptimizer(OffloadedOptimizer):
 
     # Memory and locking
 
-    def _begin(self, *, early: bool) -> None:
-        """Install the hooks that bring parameters to modules; ``early`` steps parameters in the backward pass."""
-        self._training.take_over(self._guarded, self._step_early if early else None)
+    def _take_params(self) -> None:
+        """Move the parameters into slabs, and install the hooks that bring them to modules."""
+        training, device = self._training, self._training.device
+        given, self._given = self._given, None
+        assert given is not None
+        left = self._all_nbytes - self._usable().nbytes
+        training.cycle = Cycle(
+            *(min(left, training.plan.nbytes), training.plan.slabs),
+            all_in_flight=self._commit != "none",
+            gpu=device.index or 0 if device.type == "cuda" else -1,
+        )
+        training.move(given.values_of)
+        try:
+            training.take_over(self._guarded, self._step_early if self._steps_early else None)
+        except BaseException:
+            training.give_up()
+            training.give_back(training.plan.of_params)
+            raise
 
     def _check_budget(self, buckets: Sequence[Bucket]) -> None:
         if self._is_planned:
@@ -478,24 +499,16 @@ def offload_training(
         for slab in plan.slabs:
             slab.store = of_gradients if slab.is_of_gradients else store
         given.read_buffers()
-        given.take_from_meta()
-
+        given.take_from_meta(undo)
         offloaded = TrainingOptimizer(
-            *(optimizer, store, nbytes, training),
+            *(optimizer, store, nbytes, training, given),
+            step_in_backward=bool(step_in_backward),
             master_dtype=master_dtype,
             commit=commit,
             earlier=earlier,
             endurance_nbytes=endurance_nbytes,
             step_device="cpu",
         )
-        left = nbytes - offloaded._usable().nbytes
-        training.cycle = Cycle(
-            *(min(left, plan.nbytes), plan.slabs),
-            all_in_flight=commit != "none",
-            gpu=where.index or 0 if where.type == "cuda" else -1,
-        )
-        training.move(given.values_of)
-        offloaded._begin(early=bool(step_in_backward))
         undo.pop_all()
     return model, offloaded
 
@@ -553,13 +566,18 @@ class _Given:
                 futures.append(self._files[path].read_into(place, part.begin))
         return _Together(futures)
 
-    def take_from_meta(self) -> None:
-        """Replace parameters on the meta device by parameters on the CPU that have no memory."""
+    def take_from_meta(self, undo: contextlib.ExitStack) -> None:
+        """Replace parameters on the meta device by parameters on the CPU that have no memory.
+
+        ``undo`` swaps them back: an access to the elements of a parameter without memory would end the process.
+        """
+        swap: Any = torch.utils.swap_tensors
         for param in self._plan.names:
             if param.is_meta:
                 empty = without_memory(param.shape, param.stride(), param.dtype)
-                swap: Any = torch.utils.swap_tensors
-                swap(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+                other = nn.Parameter(empty, requires_grad=param.requires_grad)
+                swap(param, other)
+                undo.callback(swap, param, other)
 
     def values_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return a parameter's values from the files, or None if the files do not have them."""

@@ -296,7 +296,7 @@ class Training:
     def __init__(self, plan: Plan, device: torch.device, *, checkpoint_activations: bool) -> None:
         self.plan = plan
         self.cycle: Cycle
-        self._device = device
+        self.device = device
         self._checkpoints = checkpoint_activations
         self._hooks: list[Any] = []
         self.is_closed = False
@@ -459,7 +459,7 @@ class Training:
             return
         if param.dtype not in self._nans:
             value = math.nan if param.is_floating_point() or param.is_complex() else 0
-            nan = torch.full((), value, dtype=param.dtype, device=self._device)
+            nan = torch.full((), value, dtype=param.dtype, device=self.device)
             self._nans[param.dtype] = nan
         param.data = self._nans[param.dtype].expand(param.shape)
         param.__class__ = self._away
@@ -482,7 +482,7 @@ class Training:
         if self._inside:  # the optimizer's methods compute in host memory, on the slab itself
             pass
         elif self._computes_elsewhere():
-            here = slab.on_device = torch.empty_like(here, device=self._device).copy_(
+            here = slab.on_device = torch.empty_like(here, device=self.device).copy_(
                 here, non_blocking=True
             )
         else:  # a separate storage for the same bytes: its reference count shows whether other tensors use them
@@ -494,7 +494,7 @@ class Training:
 
     def _computes_elsewhere(self) -> bool:
         """Return whether parameters are copied to a device other than the host."""
-        return self._device.type != "cpu"
+        return self.device.type != "cpu"
 
     def _let_go(self, slab: Slab) -> torch.Tensor | None:
         """End one hold of a slab. After the last one, its parameters have no values, and the slab may be evicted.
@@ -1198,7 +1198,7 @@ class StoredGradient(torch.Tensor):
     def of(training: Training, param: torch.Tensor) -> StoredGradient:
         """Return a new stand-in for a parameter's gradient."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        found: Any = make(StoredGradient, param.shape, dtype=param.dtype, device=training._device)
+        found: Any = make(StoredGradient, param.shape, dtype=param.dtype, device=training.device)
         found._training, found._param = weakref.ref(training), param
         return found  # type: ignore[no-any-return]
 
