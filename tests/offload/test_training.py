@@ -212,6 +212,28 @@ def test_a_scaler_unscales_and_leaves_steps_out(pair: Any, clips: bool) -> None:
     assert_same(*both)
 
 
+@pytest.mark.parametrize("norm", [-1.0, -float("inf"), 0.0])
+def test_a_scaler_finds_infinity_whatever_the_norms_are_of(directory: Path, norm: float) -> None:
+    """Norms of such orders are finite for some infinite gradients."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = model.weight.detach().clone()
+    _, drive = offload_training(model, optimizer, directory / "x", memory_budget="64MiB")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    factors = torch.ones(WIDTH)
+    for factors[0] in (1.0, float("inf")):
+        drive.zero_grad()
+        scaler.scale((model(torch.ones(2, WIDTH)) * factors).sum()).backward()
+        scaler.unscale_(drive)
+        drive.clip_grad_norm_(0.0, norm)
+        scaler.step(drive)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    with drive.in_memory(model):
+        assert same(model.weight.detach(), before)
+    drive.close()
+
+
 def test_a_model_without_values_stays_as_it_is_if_it_is_not_offloaded(directory: Path) -> None:
     values = nn.Linear(WIDTH, WIDTH)
     save_file(values.state_dict(), directory / "model.safetensors")

@@ -1059,7 +1059,9 @@ class Training:
         self, params: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
         """Do what ``torch._amp_foreach_non_finite_check_and_unscale_`` does, for gradients on drives."""
-        norms = self.norms(params, self._norm_type or 2.0)
+        # Norms of an order that is not positive are finite for some infinite elements.
+        kind = self._norm_type or 0.0
+        norms = self.norms(params, kind if kind > 0 else 2.0)
         scale = inv_scale.detach().clone()
 
         def unscaled(views: list[torch.Tensor]) -> None:
