@@ -39,6 +39,18 @@ if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
 
 
+def test_entries_of_no_parameter_are_saved_too(directory: Path) -> None:
+    with_us, other = (offloaded(parameters(), directory / name) for name in ("one", "two"))
+    step(with_us, 0)
+    with_us.state["of all"] = {"count": 3}
+    with_us.checkpoint(directory / "kept")
+    other.restore(directory / "kept")
+    assert same(other.state_dict(), with_us.state_dict())
+    assert other.state["of all"] == {"count": 3}
+    with_us.close()
+    other.close()
+
+
 @pytest.mark.parametrize("budget", [SOME, OTHER, ALL])
 def test_what_is_restored_goes_on_as_if_nothing_had_been(directory: Path, budget: int) -> None:
     expected = in_memory(4)

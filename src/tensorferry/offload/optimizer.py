@@ -690,6 +690,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             groups.append({**values, "params": [places[param] for param in group["params"]]})
         return to_record(
             *(self._steps, type(self._inner).__name__, groups, list(self._shapes), self._buckets),
+            extra=self._extra_entries,
             slabs=self._slabs_of_params(),
         )
 
@@ -759,6 +760,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             plan.check_budget(self._budget_nbytes, buckets, self._at_once(), usual=False)
         self._set_groups(twin)
         self._sweep = None
+        self._extra_entries = saved.extra
         self._install(buckets)
         residency = self._usable(loading=True)
         self._incomplete = True

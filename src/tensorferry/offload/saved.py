@@ -51,9 +51,13 @@ def to_record(
     params: Sequence[torch.Tensor],
     buckets: Sequence[Bucket],
     *,
+    extra: dict[Any, Any],
     slabs: list[tuple[str, int]] | None = None,
 ) -> bytes:
-    """Return the record of an optimizer; ``slabs`` has, for each parameter in the store, its tensor and offset there.
+    """Return the record of an optimizer.
+
+    ``extra`` has the entries of the state that belong to no parameter; ``slabs`` has, for each parameter in the store,
+    its tensor and offset there.
 
     Raises
     ------
@@ -73,6 +77,7 @@ def to_record(
         "params": [_geometry_of(param) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
+        "extra": extra,
         **({} if slabs is None else {"slabs": slabs}),
     }
     written = io.BytesIO()
@@ -173,6 +178,7 @@ class Saved:
                 for shape, stride, dtype in record["params"]
             ]
             self.buckets = self._read_buckets(json.loads(record["buckets"]), list(record["states"]))
+            self.extra: dict[Any, Any] = dict(record.get("extra", {}))
             self._slabs = [(str(name), int(at)) for name, at in record.get("slabs", ())]
         except StorageError:
             raise
