@@ -139,6 +139,22 @@ def test_groups_that_are_added(offloaded):
     assert_same_state(memory, drive)
 
 
+def test_a_group_is_added_beside_tensors_of_the_user(offloaded):
+    wanted, params, memory, drive = pair(offloaded, shapes=[(100, 100)] * 2, budget="1MiB")
+    train(Gradients(wanted, params), memory, drive, steps=1)
+    assert drive.stats()["memory_nbytes"] == drive.stats()["state_nbytes"]  # all of it is in memory
+    for optimizer, param in ((memory, wanted[0]), (drive, params[0])):
+        optimizer.state[param]["mine"] = torch.arange(5000.0)
+    more_wanted, more = parameters([(400, 400)]), parameters([(400, 400)])
+    memory.add_param_group({"params": more_wanted})
+    drive.add_param_group({"params": more})  # past the budget
+    assert_same_state(memory, drive)
+    train(Gradients(wanted + more_wanted, params + more), memory, drive)
+    assert drive.stats()["read_nbytes"] > 0
+    assert_same_state(memory, drive)
+    assert_equal(wanted + more_wanted, params + more)
+
+
 def test_masters_are_what_a_step_in_fp32_would_have(offloaded):
     params = parameters(dtype=torch.bfloat16)
     masters = [torch.nn.Parameter(param.detach().float()) for param in params]

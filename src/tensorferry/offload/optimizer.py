@@ -959,6 +959,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._handed_out.settle()
+            # If the state leaves memory, it goes into buckets. Put it there before the group is added, because tensors
+            # of the user in it may need another layout.
+            if self._in_memory:
+                with self._storing():
+                    self._store_from_memory(residency)
             type(self._inner).add_param_group(self._inner, param_group)
             group = self.param_groups[-1]
             try:
@@ -973,8 +978,6 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._check_budget(buckets)
                 leaves_memory = self._in_memory and not self._fits_at_home(buckets)
                 with self._interrupts.deferred():
-                    if leaves_memory:
-                        self._store_from_memory(residency)
                     stays = self._in_memory and not leaves_memory
                     residency.resize(self._memory_for(buckets, in_memory=stays))
                     residency.add(added)
