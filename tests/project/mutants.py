@@ -152,8 +152,7 @@ MUTANTS = [
         "fewer-threads-step-parameters-that-cannot-be-cut",
         _EXACT,
         "src/tensorferry/offload/optimizer.py",
-        "                self._probe.may_be_cut(group, param, self._planner.step_dtype(param))\n"
-        "                for group in",
+        "                self._probe.may_be_cut(group, param)\n                for group in",
         "                True\n                for group in",
         "tests/offload/test_threads.py::test_parameters_that_cannot_be_cut_are_stepped_by_all_threads",
     ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.base.checks import checked_nbytes, one_of
+from tensorferry.base.checks import one_of
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
-from tensorferry.offload.optimizer import OffloadedOptimizer, check_optimizer, opened_store
-from tensorferry.offload.plan import check_master, check_params
+from tensorferry.offload.optimizer import OffloadedOptimizer, checked_options, opened_store
+from tensorferry.offload.plan import check_params
 from tensorferry.offload.trained import TrainingOptimizer, offload_training
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
 
@@ -102,25 +102,13 @@ def offload_optimizer(
     ValueError, TypeError
         An argument is invalid.
     """
-    check_optimizer(optimizer)
-    nbytes = checked_nbytes(memory_budget, "memory_budget")
-    endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
-    check_params(optimizer.param_groups)
-    if master_dtype is not None:
-        check_master(optimizer, master_dtype)
+    nbytes, options = checked_options(optimizer, memory_budget, master_dtype, commit, endurance)
     one_of(step_device, "step_device", ("param", "cpu"))
-    one_of(commit, "commit", ("none", "step", "fsync"))
+    check_params(optimizer.param_groups)
     with contextlib.ExitStack() as undo:
         store, earlier = opened_store(directories, weights, commit, undo)
         offloaded = OffloadedOptimizer(
-            optimizer,
-            store,
-            nbytes,
-            master_dtype=master_dtype,
-            commit=commit,
-            earlier=earlier,
-            endurance_nbytes=endurance_nbytes,
-            step_device=step_device,
+            optimizer, store, nbytes, earlier=earlier, step_device=step_device, **options
         )
         undo.pop_all()
     return offloaded

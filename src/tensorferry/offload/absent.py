@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,20 +157,13 @@ def _check_conversion(weight: AbsentParameter, args: Any, kwargs: Any) -> None:
 
 
 def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> NoReturn:
-    name = next((one.weight_name for one in _absent_parameters_in((*args, *kwargs.values()))), "")
+    leaves = _pytree.tree_leaves((args, kwargs))
+    name = next((one.weight_name for one in leaves if isinstance(one, AbsentParameter)), "")
     raise RuntimeError(
         f"the weight {name} is not in memory: it is there only while its module runs, and {operation} uses it outside "
         "of that. If a module's forward() uses parameters of modules below it, pass its class to stream_weights() in "
         "blocks="
     )
-
-
-def _absent_parameters_in(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, AbsentParameter):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _absent_parameters_in(value)
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -383,18 +383,11 @@ class TableEmbedding(nn.Module):
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        with_own = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("_reading_arguments", "_reading")
-        }
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        vars(made).update(copy.deepcopy(with_own, memo))
-        vars(made).update(
-            _reading_arguments=self._reading_arguments,
-            _reading=_TableReader(*self._reading_arguments),
-        )
+        made = memo[id(self)] = type(self).__new__(type(self))
+        # The copy has the same table, and a reader of its own.
+        memo[id(self._reading_arguments)] = self._reading_arguments
+        memo[id(self._reading)] = _TableReader(*self._reading_arguments)
+        vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
     def __reduce__(self) -> NoReturn:

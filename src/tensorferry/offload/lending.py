@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
@@ -28,11 +28,11 @@ from torch.utils import _pytree
 from tensorferry.offload.dryrun import NotPointwiseError, PieceGuard
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.optimizer_snapshot import RngSnapshot, Snapshot, differing, frozen, same
-from tensorferry.offload.plan import GRANULE, local_of
+from tensorferry.offload.plan import GRANULE, local_of, params_in
 from tensorferry.offload.states import UnplannedError, elements_of, keep_state, state_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from tensorferry.offload.plan import Unit
 
@@ -69,7 +69,7 @@ class Lender:
         alone: bool = False,
     ) -> None:
         self._optimizer = optimizer
-        self._step_dtype = step_dtype
+        self.step_dtype = step_dtype
         self._on_host = on_host
         self.alone = alone
         #: Returns a parameter's gradient, or a :class:`GradientElsewhere` if the gradient is not in memory.
@@ -89,7 +89,7 @@ class Lender:
         """Return whether the optimizer gets the parameter itself, and not a stand-in."""
         return (
             local_of(param) is param
-            and self._step_dtype(param) == param.dtype
+            and self.step_dtype(param) == param.dtype
             and not (self._on_host and param.device.type != "cpu")
         )
 
@@ -102,7 +102,7 @@ class Lender:
             local = local_of(param).detach()
             device = torch.device("cpu") if self._on_host else local.device
             target = torch.nn.Parameter(
-                torch.zeros((), dtype=self._step_dtype(param), device=device).expand(local.shape),
+                torch.zeros((), dtype=self.step_dtype(param), device=device).expand(local.shape),
                 requires_grad=param.requires_grad and local.is_floating_point(),
             )
             self._stand_ins[param] = target
@@ -118,9 +118,8 @@ class Lender:
         self._snapshot = snapshot or Snapshot(optimizer)
         self._values_after = None
         self._originals = optimizer.state, [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                self._grads[param] = _redistribute(param, self.gradient_of(param))
+        for param in params_in(optimizer.param_groups):
+            self._grads[param] = _redistribute(param, self.gradient_of(param))
         for group in optimizer.param_groups:
             targets = [self.target_of(param) for param in group["params"]]
             for param in group["params"]:
@@ -200,10 +199,11 @@ class Lender:
                 lent.append(self._lend_unit(unit, memory))
                 if unit.leaves is not None:
                     state[lent[-1][1]] = state_in(unit, memory)
-            with _OnlyParams(optimizer, [each[1] for each in lent] if self.alone else None):
+            ids = {id(target) for _, target, _ in lent} if self.alone else None
+            with only_params(optimizer, ids):
                 self._run(function, units)
             self._check_values()
-            for unit, target, *_ in lent:
+            for unit, target, _ in lent:
                 try:
                     keep_state(unit, optimizer.state.get(target, {}), memory)
                 except UnplannedError as error:
@@ -261,7 +261,7 @@ class Lender:
             self._snapshot.restore()
             try:
                 target.data, target.grad = lent, grad
-                with _OnlyParams(self._optimizer, [target] if self.alone else None):
+                with only_params(self._optimizer, {id(target)} if self.alone else None):
                     function()
                 made.append((target.data, dict(state.get(target, {}))))
             finally:
@@ -372,20 +372,12 @@ class Lender:
 
     def call_in_memory(self, function: Callable[[], Any]) -> None:
         """Call a method of the optimizer for all parameters, with the state that the optimizer holds itself."""
-        groups = self._optimizer.param_groups
-        own = [group["params"] for group in groups]
         lent = [
             (param, self.target_of(param))
-            for params in own
-            for param in params
+            for param in params_in(self._optimizer.param_groups)
             if not self.is_direct(param)
         ]
-        if not lent:
-            self.returned = function()
-            return
         try:
-            for group, params in zip(groups, own, strict=True):
-                group["params"] = [self.target_of(param) for param in params]
             for param, target in lent:
                 local, grad = local_of(param).detach(), _redistribute(param, param.grad)
                 grad = grad.lent() if isinstance(grad, GradientElsewhere) else grad
@@ -395,10 +387,9 @@ class Lender:
                     target.data = local.to(target.device)
                 if grad is not None:
                     target.grad = local_of(grad).to(target.device, target.dtype)
-            self.returned = function()
+            with params_replaced(self._optimizer, lambda params: list(map(self.target_of, params))):
+                self.returned = function()
         finally:
-            for group, params in zip(groups, own, strict=True):
-                group["params"] = params
             for param, target in lent:
                 local = local_of(param).detach()
                 target.grad = None
@@ -418,54 +409,37 @@ class Lender:
             renew_master(target.data, local, known=known)
 
 
-class _OnlyParams:
-    """Reduces the groups to ``targets`` for the duration of a ``with`` block; None leaves the groups unchanged."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, targets: Sequence[torch.Tensor] | None
-    ) -> None:
-        self._groups = optimizer.param_groups if targets is not None else []
-        self._targets = {id(target) for target in targets or ()}
-        self._params: list[list[torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._params = [group["params"] for group in self._groups]
-        for group in self._groups:
-            group["params"] = [param for param in group["params"] if id(param) in self._targets]
-
-    def __exit__(self, *_: object) -> None:
-        for group, params in zip(self._groups, self._params, strict=True):
+@contextlib.contextmanager
+def params_replaced(
+    optimizer: torch.optim.Optimizer,
+    other_params: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Iterator[None]:
+    """Replace the parameters of each group by ``other_params(params)`` for the duration of a ``with`` block."""
+    kept = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = other_params(params)
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = params
 
 
-class GradientElsewhere:
-    """A gradient for which the optimizer gets another tensor than the parameter's ``grad``.
-
-    Attributes
-    ----------
-    given : torch.Tensor
-        Identifies the gradient, to recognize a changed one.
-    kept : torch.Tensor or None
-        The parameter's ``grad`` after the step.
-    """
-
-    def __init__(self, given: torch.Tensor, kept: torch.Tensor | None) -> None:
-        self.given, self.kept = given, kept
-
-    def lent(self) -> torch.Tensor:
-        """Return the gradient for the optimizer."""
-        raise NotImplementedError
+def only_params(
+    optimizer: torch.optim.Optimizer, ids: Container[int] | None
+) -> contextlib.AbstractContextManager[None]:
+    """Reduce the groups to the parameters with these ids for a ``with`` block; None leaves the groups unchanged."""
+    if ids is None:
+        return contextlib.nullcontext()
+    return params_replaced(optimizer, lambda params: [each for each in params if id(each) in ids])
 
 
-class _RedistributedGradient(GradientElsewhere):
-    """A DTensor gradient with other placements than its parameter, and the redistributed gradient."""
+class GradientElsewhere(NamedTuple):
+    """A gradient for which the optimizer gets another tensor than the parameter's ``grad``."""
 
-    def __init__(self, given: torch.Tensor, placed: torch.Tensor) -> None:
-        super().__init__(given, given)
-        self._redistributed = placed
-
-    def lent(self) -> torch.Tensor:
-        return self._redistributed
+    given: torch.Tensor  # identifies the gradient, to recognize a changed one
+    kept: torch.Tensor | None  # the parameter's ``grad`` after the step
+    lent: Callable[[], torch.Tensor]  # returns the gradient for the optimizer
 
 
 def _redistribute(param: torch.Tensor, grad: Any) -> Any:
@@ -480,7 +454,8 @@ def _redistribute(param: torch.Tensor, grad: Any) -> Any:
         or getattr(grad, "placements", None) in (None, placements)
     ):
         return grad
-    return _RedistributedGradient(grad, grad.redistribute(placements=placements))
+    placed = grad.redistribute(placements=placements)
+    return GradientElsewhere(grad, grad, lambda: placed)
 
 
 def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> None:

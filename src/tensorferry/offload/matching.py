@@ -238,18 +238,10 @@ def _has_forward(module: nn.Module) -> bool:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, bool]]:
     """Yield parameters and persistent buffers under all their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        buffers = (
-            (name, buffer)
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
-        )
-        both = itertools.chain(
-            ((name, one, False) for name, one in module._parameters.items()),
-            ((name, one, True) for name, one in buffers),
-        )
-        for name, tensor, is_buffer in both:
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, module, name, tensor, is_buffer
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                full_name = f"{prefix}.{name}" if prefix else name
+                yield full_name, module, name, tensor, name in module._buffers
 
 
 def matched(name: str, stored: Stored) -> Matched:

@@ -19,12 +19,14 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 
+from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.base.processes import Interrupts, Owned
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
@@ -32,14 +34,21 @@ from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.errors import NotSeparableError, OffloadError
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.optimizer_snapshot import HOOKS
-from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
+from tensorferry.offload.plan import (
+    MASTER,
+    Bucket,
+    Planner,
+    Unit,
+    check_master,
+    check_params,
+    local_of,
+    params_in,
+)
 from tensorferry.offload.probe import Probe, attributes_of, pattern
 from tensorferry.offload.residency import Residency
 from tensorferry.offload.saved import Saved, open_commits, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
-    CopiedFields,
-    MappedFields,
     UnplannedError,
     cast_like_torch,
     is_planned,
@@ -133,7 +142,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         )
         self._step_device = step_device
         self._probe = Probe(optimizer, self._lender)
-        self._planner = Planner(self._probe, master_dtype, params_nbytes=self._params_nbytes)
+        self._planner = Planner(
+            self._probe, self._lender.step_dtype, params_nbytes=self._params_nbytes
+        )
         # Both optimizers share one list of groups and one set of hooks, so hooks registered earlier run once per step.
         kept = optimizer.param_groups
         optimizer.param_groups = self.param_groups
@@ -740,9 +751,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         twin = twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})
         saved.check_values(twin)
-        params = [param for group in twin.param_groups for param in group["params"]]
-        saved.check_params(params, [self._planner.step_dtype(param) for param in params])
-        with self._groups_of(twin):
+        params = list(params_in(twin.param_groups))
+        saved.check_params(params, [self._lender.step_dtype(param) for param in params])
+        with self._groups_replaced(twin.param_groups):
             if saved.optimizer == type(self._inner).__name__:
                 self._probe.record_initial_state(
                     {param: saved.state_like(index) for index, param in enumerate(params)}
@@ -752,13 +763,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             buckets = saved.layout(
                 params,
                 planned,
-                lambda param: self._probe.may_be_cut(
-                    group_of[param], param, self._planner.step_dtype(param)
-                ),
+                lambda param: self._probe.may_be_cut(group_of[param], param),
                 type(self._inner).__name__,
             )
             plan.check_budget(self._budget_nbytes, buckets, self._at_once(), usual=False)
-        self._set_groups(twin)
         self._sweep = None
         self._extra_entries = saved.extra
         self._install(buckets)
@@ -781,17 +789,15 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         saved.set_params(params)
 
     @contextlib.contextmanager
-    def _groups_of(self, twin: torch.optim.Optimizer) -> Iterator[None]:
-        """Plan with the groups of another optimizer for the duration of a ``with`` block."""
+    def _groups_replaced(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Plan with other groups in a ``with`` block; after an exception in it, the groups are those before."""
         kept = self.param_groups
-        self.param_groups = self._inner.param_groups = twin.param_groups
+        self.param_groups = self._inner.param_groups = groups
         try:
             yield
-        finally:
+        except BaseException:
             self.param_groups = self._inner.param_groups = kept
-
-    def _set_groups(self, twin: torch.optim.Optimizer) -> None:
-        self.param_groups = self._inner.param_groups = twin.param_groups
+            raise
 
     def _warn_of_drive(self) -> None:
         if self._warned or self._steps < 5 or self._in_memory:
@@ -874,7 +880,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 if name not in ("state", "param_groups") and before.get(name) is not value
             }
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            params = [param for group in twin.param_groups for param in group["params"]]
+            params = list(params_in(twin.param_groups))
             for number in numbers:
                 if not isinstance(saved.get(number, {}), dict):
                     raise ValueError(
@@ -885,7 +891,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 for number, param in zip(numbers, params, strict=True)
                 if number in saved
             }
-            with self._groups_of(twin):
+            with self._groups_replaced(twin.param_groups):
                 planned = self._planned()
                 pieces = _units_by_param(planned)
                 known = [
@@ -898,13 +904,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 if not all(known):
                     self._probe.record_initial_state(states)
                     planned = self._planned()
-            self._set_groups(twin)
-            of_group = {param: group for group in self.param_groups for param in group["params"]}
             number_of = dict(zip(params, numbers, strict=True))
 
             def loaded(param: torch.Tensor) -> Any:
                 state = saved.get(number_of[param])
-                return None if not state else self._cast(of_group[param], param, state, state_dict)
+                return None if not state else self._cast(param, state, state_dict)
 
             self._sweep = None
             vars(self._inner).update(own)
@@ -919,20 +923,14 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     def _state_before(self, param: torch.Tensor) -> Any:
         """Return a parameter's state in memory, cast to the dtype in which the parameter is stepped."""
         state = self._inner.state.get(param)
-        if not state or self._planner.step_dtype(param) == param.dtype:
+        if not state or self._lender.step_dtype(param) == param.dtype:
             return state
-        group = next(
-            group for group in self.param_groups if any(each is param for each in group["params"])
-        )
-        return self._cast(group, param, state, {})
+        return self._cast(param, state, {})
 
     def _cast(
-        self,
-        group: dict[str, Any],
-        param: torch.Tensor,
-        state: dict[str, Any],
-        other_entries: Mapping[str, Any],
+        self, param: torch.Tensor, state: dict[str, Any], other_entries: Mapping[str, Any]
     ) -> Any:
+        """Return a parameter's state as the optimizer's own ``load_state_dict`` converts it."""
         target = self._lender.target_of(param)
         alike = torch.empty((), dtype=target.dtype, device=target.device)
         if target is param:
@@ -941,7 +939,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             key: local_of(value) if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
-        master = state.pop(MASTER, None) if self._planner.step_dtype(param) != param.dtype else None
+        master = state.pop(MASTER, None) if self._lender.step_dtype(param) != param.dtype else None
+        group_number, *_ = self._shapes[param]
+        group = self.param_groups[group_number]
         cast = cast_like_torch(self._inner, group, alike, state, other_entries)
         return {**cast, MASTER: master} if master is not None else cast
 
@@ -976,9 +976,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     added = self._planner.pack([group], len(self._shapes), len(self._buckets))
                 buckets = [*self._buckets, *added]
                 self._check_budget(buckets)
-                leaves_memory = self._in_memory and not self._fits_at_home(buckets)
+                stays = self._in_memory and self._fits_at_home(buckets)
                 with self._interrupts.deferred():
-                    stays = self._in_memory and not leaves_memory
                     residency.resize(self._memory_for(buckets, in_memory=stays))
                     residency.add(added)
             except BaseException:
@@ -987,7 +986,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     self._inner.state.pop(param, None)
                 raise
             begun = {param: self._inner.state.pop(param, None) for param in group["params"]}
-            if leaves_memory:
+            if self._in_memory and not stays:
                 self._in_memory = False
                 self._inner.state = defaultdict(dict)
                 self._lender.masters.clear()
@@ -1101,9 +1100,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     def _device_to_stage_on(self) -> torch.device | None:
         """Return the device that steps the buckets, or None if this is the host."""
-        devices: set[torch.device] = {
-            param.device for group in self.param_groups for param in group["params"]
-        }
+        devices = {param.device for param in params_in(self.param_groups)}
         if self._step_device == "cpu" or all(device.type == "cpu" for device in devices):
             return None
         if len(devices) > 1:
@@ -1126,7 +1123,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             not self._in_memory
             and self._staging is None
             and all(
-                self._probe.may_be_cut(group, param, self._planner.step_dtype(param))
+                self._probe.may_be_cut(group, param)
                 for group in self.param_groups
                 for param in group["params"]
                 if local_of(param).numel() > 1
@@ -1179,7 +1176,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         if not state:
             return
         state = dict(state)
-        if self._planner.step_dtype(param) != param.dtype:
+        if self._lender.step_dtype(param) != param.dtype:
             self._lender.set_master(param, state.pop(MASTER, None))
         if state:
             self._inner.state[target] = _pytree.tree_map(_owned_copy, state)
@@ -1212,7 +1209,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         """Move state that was just put into buckets into the original optimizer."""
         if self._in_memory:
             for param, pieces in self._pieces.items():
-                self._set_in_memory(param, state_of(pieces, self._field_reader()))
+                self._set_in_memory(param, state_of(pieces, self._bucket_reader()))
 
     def _settle_and_store(self, residency: Residency) -> None:
         self._handed_out.settle()
@@ -1248,8 +1245,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             param for param, pieces in self._pieces.items() if any(unit.kept for _, unit in pieces)
         ]
 
-    def _field_reader(self) -> CopiedFields:
-        """Return a reader of fields that reads one bucket at a time."""
+    def _bucket_reader(self) -> Callable[[Bucket], torch.Tensor]:
+        """Return a function that returns the bytes of a bucket, which keeps those of one bucket at a time."""
         residency = self._usable(loading=True)
         held: dict[int, torch.Tensor] = {}
 
@@ -1266,7 +1263,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 held[bucket.index] = memory
             return held[bucket.index]
 
-        return CopiedFields(read)
+        return read
 
     def _state_of_one(self, param: torch.Tensor) -> dict[Any, Any]:
         """Return the state of a parameter; changes to it are stored before the next step."""
@@ -1290,7 +1287,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         pieces = self._pieces[param]
         if not any(unit.kept for _, unit in pieces):
             return {}
-        return state_of(pieces, self._field_reader())
+        return state_of(pieces, self._bucket_reader())
 
     def _put_back(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
         """Store a state that a user has changed, or delete it."""
@@ -1321,9 +1318,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._settle_and_store(residency)
-            source = MappedFields(self._store, self._field_reader())
+            read = self._bucket_reader()
             mapped = {
-                param: state_of(self._pieces[param], source) for param in self._params_with_state()
+                param: state_of(self._pieces[param], read, self._store)
+                for param in self._params_with_state()
             }
             return {**mapped, **self._extra_entries}
 
@@ -1441,28 +1439,21 @@ def _layout_key(buckets: Sequence[Bucket]) -> list[Any]:
     ]
 
 
+@dataclass(eq=False)
 class Sweep:
     """One pass over buckets, in which each is stepped once; its progress allows a retry."""
 
-    def __init__(
-        self,
-        order: list[int],
-        function: Callable[[], Any],
-        scaling: dict[str, Any],
-        *,
-        is_step: bool = True,
-    ) -> None:
-        self.order = order
-        self.function = function
-        self.scaling = scaling
-        self.is_step = is_step
-        # Whether the step is complete after the buckets in `order`. If not, more buckets will be appended to `order`.
-        self.ends = True
-        self.done = 0  # the number of buckets that have been stepped
-        # Whether the optimizer raised in the middle of a bucket: set before each call, and cleared after it.
-        self.broken = False
-        self.snapshot: Any = None  # the values that the step began with
-        self._gradients: dict[torch.Tensor, Any] = {}
+    order: list[int]
+    function: Callable[[], Any]
+    scaling: dict[str, Any]
+    is_step: bool = True
+    # Whether the step is complete after the buckets in `order`. If not, more buckets will be appended to `order`.
+    ends: bool = True
+    done: int = 0  # the number of buckets that have been stepped
+    # Whether the optimizer raised in the middle of a bucket: set before each call, and cleared after it.
+    broken: bool = False
+    snapshot: Any = None  # the values that the step began with
+    _gradients: dict[torch.Tensor, Any] = field(default_factory=dict)
 
     def is_checked(self, steps: int) -> bool:
         """Return whether the next bucket is stepped in two ways to compare the results."""
@@ -1525,12 +1516,29 @@ def _common_step(steps: list[int]) -> int | None:
     )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the argument is not an optimizer, or is offloaded already."""
+def checked_options(
+    optimizer: torch.optim.Optimizer,
+    memory_budget: int | str,
+    master_dtype: torch.dtype | None,
+    commit: Commit,
+    endurance: int | str | None,
+) -> tuple[int, dict[str, Any]]:
+    """Return the budget in bytes, and those options of an :class:`OffloadedOptimizer` that all kinds have; or raise."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
     if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
         raise ValueError("optimizer: it is offloaded already")
+    one_of(commit, "commit", ("none", "step", "fsync"))
+    nbytes = checked_nbytes(memory_budget, "memory_budget")
+    endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
+    if master_dtype is not None:
+        check_master(optimizer, master_dtype)
+    options = {
+        "master_dtype": master_dtype,
+        "commit": commit,
+        "endurance_nbytes": endurance_nbytes,
+    }
+    return nbytes, options
 
 
 def opened_store(

@@ -11,6 +11,7 @@ objects.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import types
@@ -58,6 +59,10 @@ _SKIPPED = ("logging", "threading", "_thread", "concurrent.futures", "multiproce
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
+# Types of variables in which a step may count.
+_COUNTERS = (*ATOMS[:4], list, dict, set, deque)
+
+
 class Snapshot:
     """The values of an optimizer's attributes, groups and variables at one moment.
 
@@ -92,6 +97,8 @@ class Snapshot:
                 continue
             if isinstance(place, dict):
                 place[name] = number
+            elif isinstance(place, type):
+                setattr(place, name, number)
             else:
                 place.cell_contents = number
 
@@ -123,18 +130,6 @@ class Snapshot:
             for key, value in group.items():
                 if key != "params":
                     yield f"param_groups[{number}][{key!r}]", value
-        for kind in type(self._optimizer).__mro__:
-            if kind is torch.optim.Optimizer:
-                break
-            for name, value in vars(kind).items():
-                if not name.startswith("__") and type(value) in (
-                    *ATOMS[:4],
-                    list,
-                    dict,
-                    set,
-                    deque,
-                ):
-                    yield f"its class's attribute {name!r}", value
         for name, place, key in self._variables:
             yield name, _variable(place, key)
 
@@ -188,16 +183,6 @@ class Snapshot:
         for group in self._optimizer.param_groups:
             kept = {key: value for key, value in group.items() if key != "params"}
             self._contents[id(group)] = group, kept
-        for kind in type(self._optimizer).__mro__:
-            if kind is torch.optim.Optimizer:
-                break
-            kept = {
-                name: value
-                for name, value in vars(kind).items()
-                if not name.startswith("__") and type(value) in (bool, int, float, complex)
-            }
-            if kept:
-                self._contents[id(kind)] = kind, kept
         for _, place, name in self._variables:
             number = _variable(place, name)
             if isinstance(number, ATOMS):
@@ -205,7 +190,11 @@ class Snapshot:
 
 
 def _variables_of(kind: type) -> Iterator[tuple[str, Any, str]]:
-    """Yield the variables in which a class's own functions may count: a description, the container and the name."""
+    """Yield the variables in which a class or its functions may count: a description, the container and the name."""
+    for each in _own_classes(kind):
+        for name, value in vars(each).items():
+            if not name.startswith("__") and type(value) in _COUNTERS:
+                yield f"its class's attribute {name!r}", each, name
     seen: set[Any] = set()
     for function in _functions_of(kind):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
@@ -216,17 +205,19 @@ def _variables_of(kind: type) -> Iterator[tuple[str, Any, str]]:
             ({f"default {name}": each}, f"default {name}") for name, each in defaults.items()
         ]
         for place, name in places:
-            is_counter = type(_variable(place, name)) in (*ATOMS[:4], list, dict, set, deque)
-            if is_counter and (id(place), name) not in seen:
+            if type(_variable(place, name)) in _COUNTERS and (id(place), name) not in seen:
                 seen.add((id(place), name))
                 yield f"the variable {name!r} that it uses", place, name
 
 
+def _own_classes(kind: type) -> Iterator[type]:
+    """Yield a class and its bases below torch.optim.Optimizer."""
+    return itertools.takewhile(lambda each: each is not torch.optim.Optimizer, kind.__mro__)
+
+
 def _functions_of(kind: type) -> Iterator[types.FunctionType]:
     """Yield a class's functions and the functions that they wrap, except torch's."""
-    for each in kind.__mro__:
-        if each is torch.optim.Optimizer:
-            return
+    for each in _own_classes(kind):
         for value in vars(each).values():
             while isinstance(value, types.FunctionType):
                 if not str(value.__globals__.get("__name__")).startswith("torch."):
@@ -235,9 +226,9 @@ def _functions_of(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _variable(place: Any, name: str) -> Any:
-    """Return the value of a global variable or a closure cell, or None if it has none."""
-    if isinstance(place, dict):
-        return place.get(name)
+    """Return the value of a global variable, a class's attribute or a closure cell, or None if it has none."""
+    if isinstance(place, (dict, type)):
+        return (place if isinstance(place, dict) else vars(place)).get(name)
     return next(iter(_in_cell(place)), None)
 
 
@@ -293,10 +284,6 @@ def _restore_contents(held: Any, content: Any) -> None:
                 held.copy_(content)
     elif isinstance(held, torch.Generator):
         held.set_state(content)
-    elif isinstance(held, type):
-        for name, value in content.items():
-            if vars(held).get(name) is not value:
-                setattr(held, name, value)
     elif isinstance(held, (dict, list)) or _is_plain_object(held):
         now = held if isinstance(held, (dict, list)) else vars(held)
         if isinstance(now, list):

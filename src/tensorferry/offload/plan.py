@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from tensorferry.base.ranges import memory_order
 from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensorferry.offload.probe import Probe
     from tensorferry.store import TensorStore
@@ -157,6 +158,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
+def params_in(groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of an optimizer's groups."""
+    return (param for group in groups for param in group["params"])
+
+
 def flatten(state: Any) -> tuple[list[Any], Any]:
     """Return a state's leaves, and the structure from which :func:`unflatten` rebuilds the state."""
     if type(state) is dict and not any(
@@ -184,18 +190,6 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 def is_swapped(leaf: torch.Tensor, shape: Sequence[int]) -> bool:
     """Return whether a state tensor, of a parameter of this shape, is stored in a field; others stay in memory."""
     return leaf.nbytes >= SMALL_NBYTES or bool(leaf.dim() and leaf.shape == shape)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a range of memory without gaps, in any order."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def check_params(groups: Sequence[dict[str, Any]]) -> None:
@@ -283,8 +277,8 @@ class Planner:
     ----------
     probe : Probe
         Finds out which state the optimizer creates, and which parameters may be cut.
-    master_dtype : torch.dtype, optional
-        The optimizer steps parameters of another dtype as masters of this dtype, which are fields.
+    step_dtype : callable
+        Returns the dtype in which a parameter is stepped. If it is another one, a field is the parameter's master.
     params_nbytes : float
         The largest number of bytes of parameters in a bucket, unless it has a single unit.
     """
@@ -292,17 +286,13 @@ class Planner:
     def __init__(
         self,
         probe: Probe,
-        master_dtype: torch.dtype | None = None,
+        step_dtype: Callable[[torch.Tensor], torch.dtype],
         *,
-        params_nbytes: float = math.inf,
+        params_nbytes: float,
     ) -> None:
         self._probe = probe
-        self._master_dtype = master_dtype
+        self._step_dtype = step_dtype
         self._params_nbytes = params_nbytes
-
-    def step_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the tensor that the optimizer steps for a parameter."""
-        return self._master_dtype or param.dtype
 
     def pack(
         self, groups: Sequence[dict[str, Any]], first_param: int = 0, first_bucket: int = 0
@@ -342,13 +332,15 @@ class Planner:
                     buckets.append(Bucket(first_bucket + len(buckets)))
                     params_nbytes = 0
                 params_nbytes += own_nbytes
-                _add_to_bucket(piece, buckets[-1])
+                is_cut = piece.stop is not None
+                piece.fields = [placed(each, buckets[-1], is_piece=is_cut) for each in piece.fields]
+                buckets[-1].units.append(piece)
         return buckets if buckets[-1].units else []
 
     def _uncut_unit(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Unit:
         """Return a parameter's uncut unit; its fields do not have offsets yet."""
-        local, dtype = local_of(param), self.step_dtype(param)
-        found = self._probe.behaviour(group, param, dtype)
+        local, dtype = local_of(param), self._step_dtype(param)
+        found = self._probe.behaviour(group, param)
         if local.shape != param.shape and not found.pointwise:
             raise NotSeparableError(
                 f"optimizer: a parameter of shape {tuple(param.shape)} is sharded, and the step depends on all of it; "
@@ -372,9 +364,10 @@ class Planner:
         local = local_of(unit.param)
         may_be_cut = (
             _nbytes_of(unit) > size
-            and is_dense(local)
+            # The elements fill a range of memory without gaps, in any order.
+            and memory_order(local.shape, local.stride()) is not None
             and all(each.shape == tuple(local.shape) for each in unit.fields)
-            and self._probe.may_be_cut(group, unit.param, self.step_dtype(unit.param))
+            and self._probe.may_be_cut(group, unit.param)
         )
         if not may_be_cut:
             yield unit
@@ -428,11 +421,6 @@ def check_budget(
         f"in memory at the same time; the largest bucket has {largest} bytes",
         needed,
     )
-
-
-def _add_to_bucket(unit: Unit, bucket: Bucket) -> None:
-    unit.fields = [placed(each, bucket, is_piece=unit.stop is not None) for each in unit.fields]
-    bucket.units.append(unit)
 
 
 def placed(each: Field, bucket: Bucket, *, is_piece: bool = False) -> Field:

@@ -23,7 +23,7 @@ from torch.utils import _pytree
 
 from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, DryRunResult, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
-from tensorferry.offload.lending import Lender, class_method
+from tensorferry.offload.lending import Lender, class_method, only_params, params_replaced
 from tensorferry.offload.optimizer_snapshot import (
     ATOMS,
     RngSnapshot,
@@ -33,7 +33,7 @@ from tensorferry.offload.optimizer_snapshot import (
     reaches_tensor,
     same,
 )
-from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
+from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in, params_in
 from tensorferry.offload.states import PLAIN_TENSOR_CLASSES
 
 if TYPE_CHECKING:
@@ -99,11 +99,7 @@ class Probe:
         # The optimizer's own state will be moved to drives; trials of later groups need the initial state.
         self._initial_state: dict[torch.Tensor, Any] = {}
         self.record_initial_state(
-            {
-                param: optimizer.state.get(param)
-                for group in optimizer.param_groups
-                for param in group["params"]
-            }
+            {param: optimizer.state.get(param) for param in params_in(optimizer.param_groups)}
         )
 
     def record_initial_state(self, states: Mapping[torch.Tensor, Any]) -> None:
@@ -127,17 +123,15 @@ class Probe:
 
     # How each parameter is stepped
 
-    def behaviour(
-        self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype
-    ) -> DryRunResult:
-        """Return how a parameter of a group is stepped in a dtype.
+    def behaviour(self, group: dict[str, Any], param: torch.Tensor) -> DryRunResult:
+        """Return how a parameter of a group is stepped.
 
         Raises
         ------
         NotSeparableError
             The parameter cannot be stepped, or its state cannot be stored.
         """
-        key = self._key(group, param, dtype)
+        key = self._key(group, param)
         if key not in self._behaviours:
             local = local_of(param)
             found = self._dry_run(param, local.shape, local.stride())
@@ -153,13 +147,13 @@ class Probe:
             self._behaviours[key] = found
         return self._behaviours[key]
 
-    def may_be_cut(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> bool:
+    def may_be_cut(self, group: dict[str, Any], param: torch.Tensor) -> bool:
         """Return whether a parameter may be stepped in pieces."""
-        whole = self.behaviour(group, param, dtype)
+        whole = self.behaviour(group, param)
         if not whole.pointwise or not local_of(param).numel():
             return False
-        values, (_, device, _, _, grad_dtype), *more = self._key(group, param, dtype)
-        key = (values, dtype, device, grad_dtype, *more)
+        _, *key_of_any_shape = self._key(group, param)
+        key = tuple(key_of_any_shape)
         if key not in self._pieces:
             piece = self._dry_run(param, (GRANULE,), (1,))
             agrees = (
@@ -188,12 +182,13 @@ class Probe:
         self._behaviours.clear()
         self._pieces.clear()
 
-    def _key(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Any:
-        """Return everything on which the behaviour of a parameter's step may depend."""
+    def _key(self, group: dict[str, Any], param: torch.Tensor) -> tuple[Any, ...]:
+        """Return everything on which the behaviour of a parameter's step may depend: first its shape and strides."""
         local = local_of(param)
         return (
+            (local.shape, local.stride()),
             pattern(group, numbers=True),
-            (dtype, local.device, local.shape, local.stride(), _grad_dtype(param)),
+            (self._lender.step_dtype(param), local.device, _grad_dtype(param)),
             attributes_of(param),
             id(param) if self._refers_to_params else None,
             _state_key(self._initial_state.get(param)),
@@ -393,7 +388,6 @@ class Probe:
         only = tried if now or self.gradients == "always" else None
         with self._lend(lent, only, draws=draws, moving=not now) as optimizer:
             step = class_method(optimizer)
-            all_params = [group["params"] for group in optimizer.param_groups]
             for number, power in enumerate(_POWERS[:1] if now else _POWERS):
                 begin = Snapshot(optimizer)
                 grads = [
@@ -407,12 +401,10 @@ class Probe:
                         begin.restore()
                     for at, target in enumerate(targets):
                         target.grad = grads[at] if at in portion else None
-                    if how == "alone":
-                        [at] = portion
-                        for group, params in zip(optimizer.param_groups, all_params, strict=True):
-                            group["params"] = [each for each in params if each is targets[at]]
+                    chosen = {id(targets[at]) for at in portion} if how == "alone" else None
                     try:
-                        returned = step()
+                        with only_params(optimizer, chosen):
+                            returned = step()
                     except Exception as error:
                         if number < _FIRST_NOT_FINITE:
                             raise
@@ -426,8 +418,6 @@ class Probe:
                             f"{name} depends on the gradients of several parameters at once"
                         )
                     after = left
-                for group, params in zip(optimizer.param_groups, all_params, strict=True):
-                    group["params"] = params
                 self._refuse_shared_state(optimizer, targets)
                 results.append(
                     [
@@ -506,7 +496,7 @@ class Probe:
         key = (pattern(group), param.dtype, param.placements, grad.placements)
         if key not in self._placed:
             self._placed[key] = self._is_placed_first(param, grad)
-        if not self._placed[key] or not self.behaviour(group, param, param.dtype).pointwise:
+        if not self._placed[key] or not self.behaviour(group, param).pointwise:
             raise NotSeparableError(
                 f"{self._name} cannot be offloaded exactly: a gradient has the placements {grad.placements} and its "
                 f"parameter has {param.placements}, and the step changes the gradient before redistributing it. "
@@ -630,10 +620,9 @@ class Probe:
         snapshot = Snapshot(optimizer)
         reaches_others = only is None or snapshot.refers_to_params
         kept_state = optimizer.state
-        kept = [group["params"] for group in optimizer.param_groups]
         own = [
             (target, target.data, target.grad)
-            for param in (itertools.chain(*kept) if reaches_others else only or ())
+            for param in (params_in(optimizer.param_groups) if reaches_others else only or ())
             for target in {
                 id(each): each for each in (param, self._lender.target_of(param))
             }.values()
@@ -652,19 +641,19 @@ class Probe:
                     begun = self._initial_state.get(param)
                     if begun:
                         state[target] = _state_like(begun, data, param.dtype, values)
-                for group, params in zip(optimizer.param_groups, kept, strict=True):
-                    group["params"] = [
-                        lent[param][0] if param in lent else self._lender.target_of(param)
-                        for param in params
-                        if only is None or param in lent
-                    ]
-                    if moving:
-                        _make_moving(group)
+                for group in optimizer.param_groups if moving else ():
+                    _make_moving(group)
             optimizer.state = state
-            yield optimizer
+            with params_replaced(
+                optimizer,
+                lambda params: [
+                    lent[param][0] if param in lent else self._lender.target_of(param)
+                    for param in params
+                    if only is None or param in lent
+                ],
+            ):
+                yield optimizer
         finally:
-            for group, params in zip(optimizer.param_groups, kept, strict=True):
-                group["params"] = params
             optimizer.state = kept_state
             for target, data, grad in own:
                 target.grad = None
@@ -768,7 +757,7 @@ def _choose_params(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
                 for name, value in sorted(vars(param).items())
             )
             kinds.setdefault((number, param.dtype, param.dim(), attributes), []).append(param)
-    every = [param for group in groups for param in group["params"]]
+    every = list(params_in(groups))
     wanted = [param for of in kinds.values() for param in (of[0], of[-1])][: _MAX_TRIED - 8]
     wanted += every[:2] + every[-2:] + every[:: max(len(every) // 8, 1)]
     places = {id(param): at for at, param in enumerate(every)}

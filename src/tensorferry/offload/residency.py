@@ -236,16 +236,16 @@ class Residency:
         first: Exception | None = None
         while self._writing:
             self._await_oldest()
-            try:
-                self._reap(raising=True)
-            except Exception as error:
-                first = first or error
+            failure = self._reap()
+            first = first or failure
         if first is not None:
             raise first
 
     def check(self) -> None:
         """Raise the failure of a finished write, if there is one."""
-        self._reap(raising=True)
+        failure = self._reap()
+        if failure is not None:
+            raise failure
 
     def forget(self) -> None:
         """Delete all buckets, in memory and in the store."""
@@ -377,8 +377,8 @@ class Residency:
         self._writing.append(slot)
         return None
 
-    def _reap(self, *, raising: bool = False) -> None:
-        """Process finished writes; a bucket with a failed write stays in memory. ``raising`` raises the failure."""
+    def _reap(self) -> Exception | None:
+        """Process finished writes; a bucket with a failed write stays in memory. Return the first failure."""
         failure: Exception | None = None
         for slot in [slot for slot in self._writing if slot.writing and slot.writing.done()]:
             assert slot.writing is not None
@@ -392,8 +392,7 @@ class Residency:
             slot.dirty, slot.stored = False, True
             if not slot.keep:
                 self._take_back(slot)
-        if failure is not None and raising:
-            raise failure
+        return failure
 
     def _take_back(self, slot: Slot) -> None:
         """Free a bucket's memory, if it has any; the contents are lost unless they are stored."""
@@ -405,13 +404,10 @@ class Residency:
                 unit.forget_views()
 
     def _await_a_write(self) -> None:
-        """Wait for the oldest write in flight, to free memory; raise if no write is in flight."""
-        if self._writing:
-            self._await_oldest()
-            self._reap(raising=True)
-            return
-        # Unreachable: the arena has room for all buckets that are held at once.
-        raise MemoryError("no memory for a bucket")
+        """Wait for the oldest write in flight, to free memory."""
+        # There is one: the arena has room for all buckets that are held at once.
+        self._await_oldest()
+        self.check()
 
     def _await_oldest(self) -> None:
         oldest = self._writing[0].writing

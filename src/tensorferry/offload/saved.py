@@ -376,13 +376,11 @@ class Saved:
             )
         for name, members in packed_params(params):
             locals_ = [local_of(param).detach() for param in members]
-            direct = [each.is_contiguous() and each.device.type == "cpu" for each in locals_]
-            if all(direct):
-                self._store.read(name, [tensor_bytes(each) for each in locals_]).result()
-                continue
-            values = self._store.read(name).result()
-            for local, value in zip(locals_, unpack(members, values), strict=True):
-                local.copy_(value)
+            read = [each.cpu().contiguous() for each in locals_]
+            self._store.read(name, [tensor_bytes(each) for each in read]).result()
+            for local, value in zip(locals_, read, strict=True):
+                if value is not local:
+                    local.copy_(value)
 
     def read_param(self, index: int, memory: torch.Tensor) -> None:
         """Read the bytes of a parameter that was on a drive at the time of the commit.
@@ -505,21 +503,6 @@ def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:
         if (len(members) > 1)
         else tensor_bytes(local_of(members[0]).detach().contiguous())
     )
-
-
-def unpack(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the values of parameters from the bytes that :func:`pack` returned."""
-    sizes = [local_of(param).nbytes for param in members]
-    if sum(sizes) != values.numel():
-        raise ValueError(
-            f"the commit has {values.numel()} bytes for these parameters; expected {sum(sizes)}"
-        )
-    return [
-        (part if part.storage_offset() % param.itemsize == 0 else part.clone())
-        .view(param.dtype)
-        .view(local_of(param).shape)
-        for param, part in zip(members, torch.split(values, sizes), strict=True)
-    ]
 
 
 def _name_of(dtype: torch.dtype) -> str:

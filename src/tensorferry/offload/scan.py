@@ -114,9 +114,7 @@ def _window(
     steps: Sequence[Sequence[int]], nbytes: Mapping[int, int], staying: set[int], budget_nbytes: int
 ) -> int:
     """Return the bytes of the window for weights that do not stay: two of the largest steps, or more for the drive."""
-    largest = max(
-        (sum(nbytes[w] for w in set(step) if w not in staying) for step in steps), default=0
-    )
+    largest = needed_nbytes([[w for w in step if w not in staying] for step in steps], nbytes)
     return max(min(2 * largest, budget_nbytes), min(_WINDOW_NBYTES, budget_nbytes // 4))
 
 

@@ -147,21 +147,12 @@ class Cycle(Residency):
         Size of the memory for slabs.
     slabs : sequence of Slab
         All slabs, by index.
-    all_in_flight : bool
-        As for :class:`~tensorferry.offload.residency.Residency`.
-    gpu : int
-        The index of the GPU to which slabs are copied, or -1.
+    **options
+        ``all_in_flight`` and ``gpu``, as for :class:`~tensorferry.offload.residency.Residency`.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        slabs: Sequence[Slab],
-        *,
-        all_in_flight: bool = False,
-        gpu: int = -1,
-    ) -> None:
-        super().__init__(slabs[0].store, nbytes, all_in_flight=all_in_flight, gpu=gpu)
+    def __init__(self, nbytes: int, slabs: Sequence[Slab], **options: Any) -> None:
+        super().__init__(slabs[0].store, nbytes, **options)
         # Read-ahead has handled all expected uses before this position of the order, which counts across cycles.
         self._frontier = 0
         self._orders: dict[str, Order] = {}  # by kind of cycle

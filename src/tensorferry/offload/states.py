@@ -41,9 +41,16 @@ class UnplannedError(ValueError):
 def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
     """Return a unit's state, with views of its fields in a bucket's memory."""
     assert unit.leaves is not None
-    leaves = list(unit.leaves)
+    return _with_fields(unit, unit.leaves, lambda each: unit.view(each, memory))
+
+
+def _with_fields(
+    unit: Unit, leaves: Sequence[Any], value_of: Callable[[Field], Any]
+) -> dict[Any, Any]:
+    """Return a unit's state with these leaves, and with ``value_of(field)`` for those in fields."""
+    leaves = list(leaves)
     for at, each in unit.swapped:
-        leaves[at] = unit.view(each, memory)
+        leaves[at] = value_of(each)
     state: dict[Any, Any] = unflatten(leaves, unit.spec)
     return state
 
@@ -55,14 +62,13 @@ def shape_of_state(unit: Unit, shape: Sequence[int] | None = None) -> dict[Any, 
     """
     if unit.leaves is None:
         return None
-    leaves = list(unit.leaves)
     whole = local_of(unit.param).shape if shape is None else shape
-    for at, each in unit.swapped:
-        leaves[at] = torch.empty(
-            each.shape if unit.stop is None else whole, dtype=each.dtype, device="meta"
-        )
-    state: dict[Any, Any] = unflatten(leaves, unit.spec)
-    return state
+
+    def shaped(each: Field) -> torch.Tensor:
+        size = each.shape if unit.stop is None else whole
+        return torch.empty(size, dtype=each.dtype, device="meta")
+
+    return _with_fields(unit, unit.leaves, shaped)
 
 
 def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
@@ -126,65 +132,36 @@ def _fits(leaf: torch.Tensor, each: Field) -> bool:
     )
 
 
-class MappedFields:
-    """Reads fields of buckets as tensors that are mapped from the store, as private copy-on-write mappings.
-
-    Later writes to the store do not change the mapped tensors. Small fields share pages with other fields and are
-    copied instead: `torch.save` would write the whole page with each field, and refuses tensors of different dtypes in
-    one storage. The copies are made with reads and not from a mapping: if the drive fails, a read raises, while access
-    to a mapping would end the process.
-    """
-
-    def __init__(self, store: TensorStore, small: CopiedFields) -> None:
-        self._store = store
-        self._small = small
-
-    def joined(
-        self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
-    ) -> torch.Tensor:
-        """Return the elements of a field, concatenated over all pieces."""
-        ranges = [
-            (bucket.name, each.offset, each.nbytes)
-            for (bucket, _), each in zip(pieces, fields, strict=True)
-        ]
-        if sum(nbytes for *_, nbytes in ranges) == 0:
-            return torch.empty(0, dtype=fields[0].dtype, device="cpu")
-        if len(pieces) > 1 or fields[0].nbytes >= PACKED_NBYTES:
-            return torch.frombuffer(self._store.map(ranges), dtype=fields[0].dtype)
-        return self._small.joined(pieces, fields)
-
-
-class CopiedFields:
-    """Reads fields of buckets as copies in memory."""
-
-    def __init__(self, read: Callable[[Bucket], torch.Tensor]) -> None:
-        self._read = read
-
-    def joined(
-        self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
-    ) -> torch.Tensor:
-        """Return the elements of a field, concatenated over all pieces."""
-        return torch.cat(
-            [
-                self._read(bucket)[each.offset : each.offset + each.nbytes].view(each.dtype)
-                for (bucket, _), each in zip(pieces, fields, strict=True)
-            ]
-        )
-
-
 def state_of(
-    pieces: Sequence[tuple[Bucket, Unit]], source: MappedFields | CopiedFields
+    pieces: Sequence[tuple[Bucket, Unit]],
+    read: Callable[[Bucket], torch.Tensor],
+    store: TensorStore | None = None,
 ) -> dict[Any, Any]:
-    """Return a parameter's state as the optimizer would have it in memory, with the master as an additional entry."""
+    """Return a parameter's state as the optimizer would have it in memory, with the master as an additional entry.
+
+    ``read`` returns a bucket's bytes. With ``store``, large fields are tensors that are mapped from it, as private
+    copy-on-write mappings: later writes to the store do not change them. Small fields share pages with other fields and
+    are copied: `torch.save` would write the whole page with each field, and refuses tensors of different dtypes in one
+    storage. The copies are made with reads and not from a mapping: if the drive fails, a read raises, while access to a
+    mapping would end the process.
+    """
     first = pieces[0][1]
     local = local_of(first.param)
 
     def value_of(each: Field) -> Any:
         at = first.fields.index(each)
-        elements = source.joined(pieces, [unit.fields[at] for _, unit in pieces])
-        if first.stop is None:
-            return like_param(elements.as_strided(each.shape, each.stride), first.param, local)
-        return like_param(elements.as_strided(local.shape, first.layout), first.param, local)
+        ranges = [
+            (bucket, unit.fields[at].offset, unit.fields[at].nbytes) for bucket, unit in pieces
+        ]
+        nbytes = sum(nbytes for *_, nbytes in ranges)
+        if store is not None and nbytes and (len(pieces) > 1 or nbytes >= PACKED_NBYTES):
+            mapped = store.map([(bucket.name, begin, size) for bucket, begin, size in ranges])
+            elements = torch.frombuffer(mapped, dtype=each.dtype)
+        else:
+            copied = [read(bucket)[begin : begin + size] for bucket, begin, size in ranges]
+            elements = torch.cat(copied).view(each.dtype)
+        whole = (each.shape, each.stride) if first.stop is None else (local.shape, first.layout)
+        return like_param(elements.as_strided(*whole), first.param, local)
 
     state: dict[Any, Any] = {}
     if first.leaves is not None:
@@ -193,9 +170,7 @@ def state_of(
             for leaf in first.leaves
         ]
         leaves = [like_param(leaf, first.param, local) for leaf in leaves]
-        for at, each in first.swapped:
-            leaves[at] = value_of(each)
-        state = unflatten(leaves, first.spec)
+        state = _with_fields(first, leaves, value_of)
     if first.has_master and first.master is not None:
         state[MASTER] = value_of(first.master)
     return state

@@ -19,18 +19,17 @@ import torch
 from torch import nn
 from torch.utils import _foreach_utils
 
-from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import match, told
 from tensorferry.offload.optimizer import (
     OffloadedOptimizer,
-    check_optimizer,
+    checked_options,
     opened_store,
     ranks,
 )
-from tensorferry.offload.plan import check_master, needed_nbytes
+from tensorferry.offload.plan import needed_nbytes
 from tensorferry.offload.slabs import MAX_SLAB_NBYTES, Cycle
-from tensorferry.offload.training import Plan, StoredElsewhere, Training, without_memory
+from tensorferry.offload.training import Plan, Training, without_memory
 from tensorferry.offload.weights import put_fixed, read_matched
 from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.store import TensorStore
@@ -176,7 +175,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         found = self._gradient_of(param)
         if found is None or param not in self._training.plan.place_of:
             return found
-        return StoredElsewhere(self._training, found, param)
+        return self._training.lent_gradient(param)
 
     # Steps
 
@@ -285,9 +284,8 @@ class TrainingOptimizer(OffloadedOptimizer):
             cycle = self._training.cycle
             found["params_nbytes"] = sum(slab.nbytes for slab in self._training.plan.slabs)
             found["memory_nbytes"] += cycle.nbytes
-            found["read_nbytes"] += cycle.counters.read_nbytes
-            found["written_nbytes"] += cycle.counters.written_nbytes
-            found["wait_seconds"] += cycle.counters.wait_seconds
+            for name, value in vars(cycle.counters).items():
+                found[name] += value
             if self._endurance_nbytes:
                 found["endurance_share"] = found["written_nbytes"] / self._endurance_nbytes
             return found
@@ -475,16 +473,11 @@ def offload_training(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
-    check_optimizer(optimizer)
     if ranks() > 1:
         raise ValueError(
             "model: several ranks cannot train one model on drives together; offload_optimizer() supports sharding"
         )
-    one_of(commit, "commit", ("none", "step", "fsync"))
-    nbytes = checked_nbytes(memory_budget, "memory_budget")
-    endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
-    if master_dtype is not None:
-        check_master(optimizer, master_dtype)
+    nbytes, options = checked_options(optimizer, memory_budget, master_dtype, commit, endurance)
     where = torch.device(device)
     if not hasattr(blocks, "__iter__"):
         raise TypeError(f"blocks: expected an iterable of modules, got {type(blocks).__name__}")
@@ -503,11 +496,9 @@ def offload_training(
         offloaded = TrainingOptimizer(
             *(optimizer, store, nbytes, training, given),
             step_in_backward=bool(step_in_backward),
-            master_dtype=master_dtype,
-            commit=commit,
             earlier=earlier,
-            endurance_nbytes=endurance_nbytes,
             step_device="cpu",
+            **options,
         )
         undo.pop_all()
     return model, offloaded

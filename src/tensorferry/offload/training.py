@@ -429,15 +429,11 @@ class Training:
             self._hooks.append(Forward(step.module, self, run))
             return
 
-        def enter(*_: Any) -> None:
-            self._enter(step)
-
-        def leave(_: nn.Module, __: Any, outputs: Any) -> None:
-            self._leave(step, outputs)
-
+        enter: Any = outside_of_graphs(lambda *_: self._enter(step))
+        leave: Any = outside_of_graphs(lambda _, __, outputs: self._leave(step, outputs))
         self._hooks += [
-            step.module.register_forward_pre_hook(outside_of_graphs(enter), prepend=True),
-            step.module.register_forward_hook(outside_of_graphs(leave), always_call=True),
+            step.module.register_forward_pre_hook(enter, prepend=True),
+            step.module.register_forward_hook(leave, always_call=True),
         ]
 
     def give_up(self) -> None:
@@ -940,8 +936,7 @@ class Training:
             self._hold([gradients])
             try:
                 self._settle(gradients)
-                assert gradients.memory is not None
-                view = field.view(gradients.memory)
+                view = field.view(gradients.here)
                 if param in self.gradients:
                     view.add_(grad.to(view.device))
                 else:
@@ -1009,9 +1004,8 @@ class Training:
 
     def _views(self, gradients: Slab) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients in a held slab, by parameter."""
-        assert gradients.memory is not None
         return {
-            param: field.view(gradients.memory)
+            param: field.view(gradients.here)
             for param, field in gradients.fields.items()
             if param in self.gradients
         }
@@ -1077,6 +1071,13 @@ class Training:
             self.change_gradients(unscaled)
 
     # The optimizer's step
+
+    def lent_gradient(self, param: torch.Tensor) -> GradientElsewhere:
+        """Return the object through which the lender gets a gradient, a view of its slab, which must be in memory."""
+        slab, field = self.plan.place_of[param]
+        gradients = slab.gradients
+        assert gradients is not None
+        return GradientElsewhere(self.gradients[param], None, lambda: field.view(gradients.here))
 
     def begin_step(
         self, buckets: Sequence[Sequence[torch.Tensor]], *, in_backward: bool = False
@@ -1233,21 +1234,6 @@ class StoredGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<a gradient on a drive: {list(self.shape)}, {self.dtype}>"
-
-
-class StoredElsewhere(GradientElsewhere):
-    """A gradient in a slab; the :class:`~tensorferry.offload.lending.Lender` calls :meth:`lent` to get the tensor."""
-
-    def __init__(self, training: Training, gradient: StoredGradient, param: torch.Tensor) -> None:
-        super().__init__(gradient, None)
-        slab, self._field = training.plan.place_of[param]
-        assert slab.gradients is not None
-        self._slab = slab.gradients
-
-    def lent(self) -> torch.Tensor:
-        """Return the gradient, a view of its slab; the slab must be in memory."""
-        assert self._slab.memory is not None
-        return self._field.view(self._slab.memory)
 
 
 # Methods and attributes that work as usual without a parameter's values.

@@ -282,14 +282,16 @@ class WeightStream:
         for module, names in of_module.items():
             on_load: Any = module.register_load_state_dict_pre_hook
             self._hooks.append(on_load(functools.partial(_refuse_to_load, names)))
+        enter, leave = outside_of_graphs(self._enter), outside_of_graphs(self._leave)
         for step, module in enumerate(modules):
             if module is self._model:
                 self._root_step = step
                 continue
-            use = _ModuleHooks(self, step)
+            on_enter = functools.partial(self._call_hook, enter, step)
+            on_leave = functools.partial(self._call_hook, leave, step)
             self._hooks += [
-                module.register_forward_pre_hook(use.enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(use.leave, always_call=True),
+                module.register_forward_pre_hook(on_enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(on_leave, always_call=True),
             ]
         self._hooks.append(Forward(self._model, self, self._run))
 
@@ -320,7 +322,11 @@ class WeightStream:
                 self._seconds += time.perf_counter() - began
             return result
 
-    def _enter(self, step: int, args: Any, kwargs: Any) -> None:
+    def _call_hook(self, hook: Callable[..., None], *args: Any) -> None:
+        """Call a module's hook; through a bound method, so copying the module reaches :meth:`__reduce__`."""
+        hook(*args)
+
+    def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         _check_inputs(args, kwargs)
         if self._owner == threading.get_ident():
             self._streaming.acquire(step)
@@ -334,7 +340,7 @@ class WeightStream:
             self._parts_owner = threading.get_ident()
             self._streaming.acquire(step)
 
-    def _leave(self, step: int) -> None:
+    def _leave(self, step: int, *_: Any) -> None:
         running = self._parts_owner if self._owner is None else self._owner
         if running == threading.get_ident():
             self._streaming.release(step)
@@ -351,30 +357,6 @@ class WeightStream:
         if self._streaming.is_parents:
             self._lock, self._owner = threading.RLock(), None
             self._parts_lock, self._parts_owner = threading.Lock(), None
-
-
-class _ModuleHooks:
-    """The hooks of a module that needs weights; ``torch.compile`` does not trace them."""
-
-    def __init__(self, stream: WeightStream, step: int) -> None:
-        self.stream = stream
-
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            stream._enter(step, args, kwargs)
-
-        def leave(*_: Any) -> None:
-            stream._leave(step)
-
-        self._enter, self._leave = outside_of_graphs(enter), outside_of_graphs(leave)
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._enter(module, args, kwargs)
-
-    def leave(self, *_: Any) -> None:
-        self._leave()
-
-    def __reduce__(self) -> NoReturn:
-        self.stream.__reduce__()
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
