@@ -155,6 +155,29 @@ def test_a_group_is_added_beside_tensors_of_the_user(offloaded):
     assert_equal(wanted + more_wanted, params + more)
 
 
+@pytest.mark.parametrize("budget", ["600KiB", "300KiB"])
+def test_a_state_leaves_memory_with_tensors_of_the_user(offloaded, budget):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    wanted, params, memory, drive = pair(offloaded, sgd, [(300, 300)] * 2, budget)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=1)
+    for optimizer, param in ((memory, wanted[0]), (drive, params[0])):
+        optimizer.state[param]["mine"] = torch.arange(5000.0)
+        optimizer.param_groups[0]["momentum"] = 0.9  # from now on there is more state than memory
+    if budget == "300KiB":  # a parameter with such a state is not cut
+        gradients.give()
+        with pytest.raises(MemoryBudgetError):
+            drive.step()
+        assert torch.equal(drive.state[params[0]]["mine"], torch.arange(5000.0))
+        return
+    train(gradients, memory, drive)
+    assert drive.stats()["read_nbytes"] > 0
+    assert_same_state(memory, drive)
+    assert_equal(wanted, params)
+
+
 def test_masters_are_what_a_step_in_fp32_would_have(offloaded):
     params = parameters(dtype=torch.bfloat16)
     masters = [torch.nn.Parameter(param.detach().float()) for param in params]

@@ -486,7 +486,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         planned = self._planned()
         if _layout_key(planned) == _layout_key(self._buckets):
             return
+        before = self._buckets
         states = self._mapped_state()
+        # Tensors of the user in a state in memory have changed the layout, and need a place in the new one, too.
+        if self._buckets is not before:
+            planned = self._planned()
         self._install(planned)
         self._fill(lambda param: states.get(param))
 
@@ -519,7 +523,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         if not self._by_elements:
             return contextlib.nullcontext()
         return self._threads.limited(
-            max(unit.numel for bucket in self._buckets for unit in bucket.units)
+            max((unit.numel for bucket in self._buckets for unit in bucket.units), default=0)
         )
 
     def _step_buckets(self, residency: Residency, sweep: Sweep) -> None:
