@@ -362,6 +362,29 @@ def test_a_frozen_base_stays_in_its_files(directory: Path, checkpoints: bool) ->
     run.optimizer.close()
 
 
+def test_a_state_dict_with_a_frozen_base_changes_nothing(directory: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(super().forward(x))
+
+    model = Scaled()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(before, directory / "model.safetensors")
+    _, drive = offload_training(
+        *(model, torch.optim.SGD([model.weight, model.bias]), directory / "x"),
+        memory_budget="1MiB",
+        files=directory / "model.safetensors",
+    )
+    with pytest.raises(RuntimeError, match="the frozen parameters of base are read from files="):
+        model.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert same({name: value.clone() for name, value in model.state_dict().items()}, before)
+    drive.close()
+
+
 def test_adapters_begin_in_memory_and_their_base_in_its_own_files(directory: Path) -> None:
     from tensorferry.safetensors.torch import save_file
 
@@ -465,6 +488,27 @@ def test_parameters_in_memory_for_a_while(pair: Any) -> None:
             run.losses.append(block.down.weight.sum().item())
         run.train(2)
     assert_same(*both)
+
+
+def test_data_that_does_not_fit_is_refused_and_other_changes_are_kept(directory: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters())
+    _, drive = offload_training(model, optimizer, directory / "x", memory_budget="1MiB")
+
+    def change() -> None:
+        with drive.in_memory(model), torch.no_grad():
+            model[0].weight.data = before.double() * 2
+            model[1].weight.zero_()
+
+    with pytest.raises(ValueError, match=r"0\.weight: its data must be torch.float32"):
+        change()
+    assert model[0].weight.dtype == torch.float32
+    values = model.state_dict()  # as they are on the drive
+    assert same(values["0.weight"].clone(), before)
+    assert not values["1.weight"].any()
+    assert not any(slab.holds for slab in drive._training.plan.slabs)
+    drive.close()
 
 
 def test_clipping_by_other_norms_and_several_times(pair: Any) -> None:

@@ -453,11 +453,13 @@ class Training:
         if self._inside:  # the optimizer's methods need the parameter's strides, but not its values
             param.data = self._hollow[param]
             return
-        if param.dtype not in self._nans:
-            value = math.nan if param.is_floating_point() or param.is_complex() else 0
-            nan = torch.full((), value, dtype=param.dtype, device=self.device)
-            self._nans[param.dtype] = nan
-        param.data = self._nans[param.dtype].expand(param.shape)
+        _, field = self.plan.place_of[
+            param
+        ]  # the present data may be the user's, of another dtype or shape
+        if field.dtype not in self._nans:
+            value = math.nan if field.dtype.is_floating_point or field.dtype.is_complex else 0
+            self._nans[field.dtype] = torch.full((), value, dtype=field.dtype, device=self.device)
+        param.data = self._nans[field.dtype].expand(field.shape)
         param.__class__ = self._away
 
     def _hold(self, slabs: Sequence[Slab]) -> None:
@@ -529,13 +531,21 @@ class Training:
             yield
         finally:
             with self._guard():
+                refused: ValueError | None = None
                 for slab in slabs:
                     slab.kept -= 1
                     if written:
                         slab.version += 1
-                        self._take_data(slab)
+                        try:
+                            self._take_data(slab)
+                        except (
+                            ValueError
+                        ) as error:  # the other slabs must be stored and released nevertheless
+                            refused = refused or error
                         self._keep_written(slab)
                     self._let_go(slab)
+                if refused is not None:
+                    raise refused
 
     def _take_data(self, slab: Slab) -> None:
         """Copy tensors that were assigned to ``.data`` of a slab's parameters into the slab."""
@@ -1166,20 +1176,24 @@ class Training:
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
     ) -> None:
-        slabs = [
-            self.plan.place_of[param][0]
-            for name, param in module._parameters.items()
+        # Check the modules below, too: an exception when the parameters of this one are held would leave them so.
+        slab_of = {
+            name: self.plan.place_of[param][0]
+            for name, param in module.named_parameters(remove_duplicate=False)
             if param in self.plan.place_of and prefix + name in state
-        ]
-        if slabs and (metadata or {}).get("assign_to_params_buffers"):
+        }
+        if slab_of and (metadata or {}).get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict: assign=True would put the parameters into memory; leave it out"
             )
-        if any(slab.source is not None for slab in slabs):
-            raise RuntimeError(
-                f"load_state_dict: the frozen parameters of {prefix.removesuffix('.') or 'the model'} are read from "
-                "files= in each pass and cannot be replaced"
-            )
+        for name, slab in slab_of.items():
+            if slab.source is not None:
+                owner = (prefix + name).rpartition(".")[0] or "the model"
+                raise RuntimeError(
+                    f"load_state_dict: the frozen parameters of {owner} are read from files= in each pass and cannot "
+                    "be replaced"
+                )
+        slabs = [slab_of[name] for name in module._parameters if name in slab_of]
         if slabs:
             loading = self.held(list(dict.fromkeys(slabs)), written=True)
             loading.__enter__()
