@@ -14,6 +14,7 @@ import fractions
 import io
 import pathlib
 import pickle
+import re
 import struct
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _WORD = struct.Struct("<I").unpack_from
-_SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
+_TWO_LINES = re.compile(rb"([^\n]*)\n([^\n]*)\n")
 # The limit for the nodes of a dict key. Nested tuples are hashed recursively and repeatedly, without a depth limit, and
 # nested frozensets are compared in the same way.
 _MAX_KEY_NODES = 256
@@ -103,23 +104,16 @@ class Constructor:
 
 def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Constructor:
     """Return a constructor for a plain class; instances have only the attributes in their state."""
-    new = object.__new__
+    return Constructor(name, empty(kind, lambda: object.__new__(kind)), build or update, kind)
+
+
+def empty(kind: type, new: Callable[[], Any] | None = None) -> Callable[..., Any]:
+    """Return a function that creates an empty container, by ``new`` or by calling its class."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
             raise MalformedError(f"a {kind.__name__} with arguments")
-        return new(kind)
-
-    return Constructor(name, make, build or update, kind)
-
-
-def empty(kind: type) -> Callable[..., Any]:
-    """Return a function that creates an empty container."""
-
-    def make(*arguments: Any) -> Any:
-        if arguments:
-            raise MalformedError(f"a {kind.__name__} with arguments")
-        return kind()
+        return (new or kind)()
 
     return make
 
@@ -326,13 +320,12 @@ def _run(
             stack.append(memo[data[at]])
             at += 1
         elif code == 0x6A:  # LONG_BINGET
-            stack.append(
-                memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24]
-            )
+            stack.append(memo[_WORD(data, at)[0]])
             at += 4
-        elif code == 0x4B:  # BININT1
-            stack.append(data[at])
-            at += 1
+        elif code in _FIXED:
+            number = _FIXED[code]
+            stack.append(number.unpack_from(data, at)[0])
+            at += number.size
         elif code == 0x8C:  # SHORT_BINUNICODE
             end = at + 1 + data[at]
             stack.append(data[at + 1 : end].decode("utf-8", "surrogatepass"))
@@ -358,30 +351,19 @@ def _run(
                     f"a state (BUILD) for an object of type {type(stack[-1]).__name__}, which accepts no state"
                 )
             build(stack[-1], state)
-        elif code == 0x75:  # SETITEMS
+        elif code in _ADDING:
             items, stack = stack, marks.pop()
-            _set(stack[-1], items)
-        elif code == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif code == 0x86:  # TUPLE2
-            stack[-2:] = [(stack[-2], stack[-1])]
-        elif code == 0x29:  # EMPTY_TUPLE
-            stack.append(())
-        elif code == 0x7D:  # EMPTY_DICT
-            stack.append({})
-        elif code == 0x5D:  # EMPTY_LIST
-            stack.append([])
+            _ADDING[code](stack[-1], items)
+        elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+            count = code - 0x84
+            stack[-count:] = [tuple([stack[place] for place in range(-count, 0)])]
+        elif code in _EMPTY:
+            stack.append(_EMPTY[code]())
         elif code == 0x61:  # APPEND
             value = stack.pop()
             _extend(stack[-1], [value])
-        elif code == 0x4E:  # NONE
-            stack.append(None)
-        elif code == 0x4A:  # BININT
-            stack.append(_SIGNED(data, at)[0])
-            at += 4
-        elif code == 0x4D:  # BININT2
-            stack.append(data[at] | data[at + 1] << 8)
-            at += 2
+        elif code in _CONSTANTS:
+            stack.append(_CONSTANTS[code])
         elif code == 0x71:  # BINPUT
             memo[data[at]] = stack[-1]
             at += 1
@@ -393,16 +375,9 @@ def _run(
             begin = at + width
             at = begin + int.from_bytes(data[at:begin], "little")
             stack.append(make(data[begin:at]))
-        elif code == 0x74:  # TUPLE
+        elif code == 0x74 or code == 0x91:  # TUPLE, FROZENSET
             items, stack = stack, marks.pop()
-            stack.append(tuple(items))
-        elif code == 0x87:  # TUPLE3
-            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif code == 0x88 or code == 0x89:  # NEWTRUE, NEWFALSE
-            stack.append(code == 0x88)
-        elif code == 0x65:  # APPENDS
-            items, stack = stack, marks.pop()
-            _extend(stack[-1], items)
+            stack.append(tuple(items) if code == 0x74 else frozenset(checked_keys(items)))
         elif code == 0x73:  # SETITEM
             value, key = stack.pop(), stack.pop()
             _set(stack[-1], [key, value])
@@ -412,30 +387,15 @@ def _run(
             name, module = stack.pop(), stack.pop()
             stack.append(resolve(module, name))
         elif code == 0x63:  # GLOBAL
-            end = data.find(b"\n", at)
-            if end < 0 or data.find(b"\n", end + 1) < 0:
+            lines = _TWO_LINES.match(data, at)
+            if lines is None:
                 raise MalformedError("a name without an end")
-            module, name = (
-                data[at:end].decode(),
-                data[end + 1 : data.find(b"\n", end + 1)].decode(),
-            )
-            at = data.find(b"\n", end + 1) + 1
-            stack.append(resolve(module, name))
+            stack.append(resolve(lines[1].decode(), lines[2].decode()))
+            at = lines.end()
         elif code == 0x51:  # BINPERSID
             if persistent is None:
                 raise RefusedError("a persistent object")
             stack[-1] = persistent(stack[-1])
-        elif code == 0x47:  # BINFLOAT
-            stack.append(_DOUBLE(data, at)[0])
-            at += 8
-        elif code == 0x8F:  # EMPTY_SET
-            stack.append(set())
-        elif code == 0x90:  # ADDITEMS
-            items, stack = stack, marks.pop()
-            add_all(stack[-1], items)
-        elif code == 0x91:  # FROZENSET
-            items, stack = stack, marks.pop()
-            stack.append(frozenset(checked_keys(items)))
         elif code == 0x80:  # PROTO
             if data[at] > 5:
                 raise MalformedError(f"a pickle of protocol {data[at]}")
@@ -494,6 +454,14 @@ def _latin1(data: bytes) -> str:
     return data.decode("latin-1")
 
 
+# Opcodes of numbers: BININT1, BININT2, BININT, BINFLOAT.
+_FIXED = {
+    code: struct.Struct(form)
+    for code, form in ((0x4B, "B"), (0x4D, "<H"), (0x4A, "<i"), (0x47, ">d"))
+}
+# NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE; and EMPTY_DICT, EMPTY_LIST, EMPTY_SET.
+_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
+_EMPTY: dict[int, Callable[[], Any]] = {0x7D: dict, 0x5D: list, 0x8F: set}
 # Opcodes of values with a length in front: the bytes of the length, and the conversion.
 _SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x8A: (1, _integer),
@@ -550,7 +518,7 @@ def checked_keys(values: Any) -> Any:
     return values
 
 
-def add_all(target: Any, values: list[Any]) -> None:
+def _add_all(target: Any, values: list[Any]) -> None:
     """Add values to a set."""
     if type(target) is not set and type(target) is not Placeholder:
         raise MalformedError(f"a {type(target).__name__} used as a set")
@@ -570,14 +538,11 @@ def _is_index(value: Any) -> bool:
 def _set(target: Any, items: list[Any]) -> None:
     if type(target) not in (*_DICTS, Placeholder) or len(items) % 2:
         raise MalformedError(f"a {type(target).__name__} used as a dict")
-    keys = items[::2]
-    checked_keys(keys)
-    if type(target) is dict:
-        target.update(zip(keys, items[1::2], strict=True))
-    elif type(target) is Placeholder:
-        _collect(target, lambda: dict(zip(keys, items[1::2], strict=True)))
+    pairs = zip(checked_keys(items[::2]), items[1::2], strict=True)
+    if type(target) is Placeholder:
+        _collect(target, dict(pairs))
     else:
-        for key, value in zip(keys, items[1::2], strict=True):
+        for key, value in pairs:  # not update(), which adds up the values of a Counter
             target[key] = value
 
 
@@ -585,15 +550,15 @@ def _extend(target: Any, items: list[Any]) -> None:
     if type(target) is list or type(target) is deque:
         target.extend(items)
     elif type(target) is Placeholder:
-        _collect(target, lambda: items)
+        _collect(target, items)
     else:
         raise MalformedError(f"a {type(target).__name__} used as a list")
 
 
-def _collect(blank: Placeholder, items: Callable[[], Any]) -> None:
+def _collect(blank: Placeholder, items: Any) -> None:
     """Add items to a placeholder, if it collects its parts."""
     if hasattr(blank, "inside"):
-        blank.inside.append(items())
+        blank.inside.append(items)
 
 
 def update(instance: Any, state: Any) -> None:
@@ -610,3 +575,7 @@ def text(value: Any) -> str:
     if type(value) is not str:
         raise MalformedError(f"{type(value).__name__} instead of text")
     return value
+
+
+# Opcodes that add the items since the last mark to a container: SETITEMS, APPENDS, ADDITEMS.
+_ADDING = {0x75: _set, 0x65: _extend, 0x90: _add_all}
