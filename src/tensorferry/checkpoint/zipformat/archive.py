@@ -57,10 +57,7 @@ class Archive:
     pieces: tuple[bytes, ...]
     payload_nbytes: tuple[int, ...]
     payload_keys: tuple[str, ...]
-    _descriptors: tuple[int, ...]  # the offset of payload k's CRC-32 in pieces[k + 1]
-    _entries: tuple[int, ...]  # the offset of payload k's CRC-32 in the last piece
-    _crcs: tuple[int | None, ...]  # of all records in the id, in order; None for each payload
-    _id: _Identity | None
+    _fields: tuple[tuple[Field, ...], ...]  # of each piece; payload k is segment k in them
 
     @property
     def nbytes(self) -> int:
@@ -69,36 +66,12 @@ class Archive:
 
     def fields(self, index: int, segments: Sequence[int]) -> list[Field]:
         """Return the checksum fields of ``pieces[index]``; ``segments`` are the numbers of the payloads' segments."""
-        if index == 0:
-            return []
-        fields = [Field("segment", self._descriptors[index - 1], segment=segments[index - 1])]
-        if index == len(self.pieces) - 1:
-            fields += [
-                Field("segment", position, segment=segment)
-                for position, segment in zip(self._entries, segments, strict=True)
-            ]
-            if self._id is not None:
-                # A Field interprets ~number as the CRC-32 of the segment with that number.
-                payloads = iter(segments)
-                crcs = [~next(payloads) if crc is None else crc for crc in self._crcs]
-                fields += self._id.fields(crcs)
-        return fields
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """The offsets of the serialization id and its two CRC-32s in the last piece."""
-
-    content: int
-    descriptor: int
-    entry: int
-
-    def fields(self, crcs: Sequence[int]) -> list[Field]:
-        nbytes = 2 * _DIGITS
         return [
-            Field("torch_id", self.content + _DIGITS, crcs=crcs),
-            Field("own", self.descriptor, begin=self.content, nbytes=nbytes),
-            Field("own", self.entry, begin=self.content, nbytes=nbytes),
+            field._replace(
+                segment=segments[field.segment] if field.kind == "segment" else 0,
+                crcs=[crc if crc >= 0 else ~segments[~crc] for crc in field.crcs],
+            )
+            for field in self._fields[index]
         ]
 
 
@@ -219,12 +192,12 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
             raise UnknownArchiveError("a structure extends into an omitted payload")
         return index, position - starts[index]
 
-    descriptors: list[int] = []
-    entries: list[int] = []
+    fields: list[list[Field]] = [[] for _ in pieces]
+    entries: list[Field] = []  # those in the directory
+    identity: list[Field] = []
     keys: list[str] = []
-    crcs: list[int | None] = []
+    crcs: list[int] = []  # of all records, ~k for payload k
     written: list[int] = []
-    identity: _Identity | None = None
     for record in zips.last_entries(last, last_start):
         if record.nbytes == 0:  # empty records have no descriptor, and are not part of the id
             continue
@@ -234,22 +207,28 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
         if not zips.is_descriptor(pieces[descriptor_piece][descriptor : descriptor + 4]):
             raise UnknownArchiveError("a record has no descriptor")
         descriptor += zips.DESCRIPTOR_CRC
-        entry = record.at + zips.ENTRY_CRC
+        entry = record.at - last_start + zips.ENTRY_CRC
         if record.name.endswith(b"/.data/serialization_id"):
             content_piece, content = find(data, 2 * _DIGITS)
             if content_piece != len(pieces) - 1 or record.nbytes != 2 * _DIGITS:
                 raise UnknownArchiveError("an unknown serialization id")
-            identity = _Identity(content, descriptor, entry)
+            if int(last[content + _DIGITS : content + 2 * _DIGITS]) != _hash(written):
+                raise UnknownArchiveError("an unknown serialization id")
+            identity = [
+                Field("torch_id", content + _DIGITS, crcs=crcs),
+                Field("own", descriptor, begin=content, nbytes=2 * _DIGITS),
+                Field("own", entry, begin=content, nbytes=2 * _DIGITS),
+            ]
             break  # the last record, which is not part of its own hash
         written.append(record.crc)
         payload = payloads.get(data)
         if payload is not None:
-            if payload != len(entries) or gaps[payload] != record.nbytes:
+            if payload != len(keys) or gaps[payload] != record.nbytes:
                 raise UnknownArchiveError("payloads and records differ in order")
-            descriptors.append(descriptor)
-            entries.append(entry)
+            fields[descriptor_piece].append(Field("segment", descriptor, segment=payload))
+            entries.append(Field("segment", entry, segment=payload))
             keys.append(record.name.decode().partition("/data/")[2])
-            crcs.append(None)
+            crcs.append(~payload)
             continue
         content_piece, content = find(data, record.nbytes)
         crc = crc32(pieces[content_piece][content : content + record.nbytes])
@@ -259,21 +238,10 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
         _CRC.pack_into(pieces[descriptor_piece], descriptor, crc)
         _CRC.pack_into(last, entry, crc)
         crcs.append(crc)
-    if len(entries) != len(gaps):
+    if len(keys) != len(gaps):
         raise UnknownArchiveError("a payload has no record")
-    if identity is not None:
-        digits = last[identity.content + _DIGITS : identity.content + 2 * _DIGITS]
-        if int(digits) != _hash(written):
-            raise UnknownArchiveError("an unknown serialization id")
-    return Archive(
-        tuple(map(bytes, pieces)),
-        tuple(gaps),
-        tuple(keys),
-        tuple(descriptors),
-        tuple(entries),
-        tuple(crcs),
-        identity,
-    )
+    fields[-1] += entries + identity
+    return Archive(tuple(map(bytes, pieces)), tuple(gaps), tuple(keys), tuple(map(tuple, fields)))
 
 
 def _hash(crcs: Sequence[int]) -> int:

@@ -88,9 +88,9 @@ def parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
     """Return the location of the elements in a blob of ``nbytes`` bytes; None for an unknown kind of blob."""
     try:
         return _parse(head, tail, nbytes)
-    except (UnknownArchiveError, RefusedError, MalformedError, ArithmeticError):
+    except (UnknownArchiveError, RefusedError, MalformedError, ArithmeticError, struct.error):
         return None
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError, EOFError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -267,16 +267,10 @@ def tensor_constructors(
             PickledTensor(storage, offset, sizes, strides, dtype, conj, neg), grad, hooks, more
         )
 
-    def tensor_v2(
-        storage: Any,
-        offset: Any,
-        sizes: Any,
-        strides: Any,
-        grad: Any = None,
-        hooks: Any = None,
-        bits: Any = None,
-    ) -> Any:
-        return tensor_v3(storage, offset, sizes, strides, grad, hooks, None, bits)
+    def tensor_v2(*arguments: Any) -> Any:
+        """Take the arguments of tensor_v3 without the dtype."""
+        with_dtype = (*arguments[:6], None, *arguments[6:])
+        return tensor_v3(*with_dtype)
 
     return [
         Constructor("torch._utils._rebuild_tensor_v2", tensor_v2),

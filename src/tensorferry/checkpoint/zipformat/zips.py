@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tensorferry.transfer import python_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import BinaryIO
 
     Bytes = bytes | bytearray | memoryview
@@ -60,10 +60,8 @@ class DirectoryEntry(NamedTuple):
         The fields that are in the local header as well: version, flags, method, time, date.
     crc, nbytes : int
         The CRC-32 and size of the data.
-    at, end : int
-        The range of the entry in the given bytes.
-    has_unexpected : bool
-        Whether the entry has a comment or attributes, which torch does not write.
+    at : int
+        The offset of the entry in the archive.
     """
 
     header: int
@@ -72,8 +70,6 @@ class DirectoryEntry(NamedTuple):
     crc: int
     nbytes: int
     at: int
-    end: int
-    has_unexpected: bool
 
 
 class Span(NamedTuple):
@@ -134,32 +130,31 @@ def is_descriptor(data: Bytes) -> bool:
     return data[:4] == _DESCRIPTOR_SIGNATURE
 
 
-def entries(
-    directory: Bytes, at: int, count: int, *, compressed: bool = False
-) -> Iterator[DirectoryEntry]:
-    """Yield ``count`` entries of a directory that begins at ``at`` in the given bytes.
-
-    Raises
-    ------
-    UnknownArchiveError, struct.error
-        An entry is missing, or a record is compressed and ``compressed`` is not set.
-    """
+def _entries(
+    read: Callable[[int, int], bytes], nbytes: int, *, of_torch: bool
+) -> tuple[list[DirectoryEntry], int]:
+    """Return the entries of an archive's directory, and its offset; ``of_torch`` refuses what torch does not write."""
+    count, begin, end = _directory_range(read, nbytes)
+    directory, at = read(begin, end), begin
+    found = []
     for _ in range(count):
-        _require(at >= 0, "the directory is missing")
-        fields = ENTRY.unpack_from(directory, at)
+        fields = ENTRY.unpack_from(directory, at - begin)
         name_nbytes, extra_nbytes, comment_nbytes = fields[10:13]
-        name_end = at + ENTRY.size + name_nbytes
-        name = bytes(directory[at + ENTRY.size : name_end])
-        extra = directory[name_end : name_end + extra_nbytes]
+        name_at = at - begin + ENTRY.size
+        name = directory[name_at : name_at + name_nbytes]
+        extra = directory[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
         nbytes, packed, header = _replace_wide(extra, [fields[9], fields[8], fields[16]])
         _require(fields[0] == _ENTRY_SIGNATURE, "an entry of the directory has no signature")
-        stored = fields[4] == 0 and nbytes == packed
-        _require(stored or compressed, f"the record {name!r} is compressed")
+        if of_torch:
+            stored = fields[4] == 0 and nbytes == packed
+            _require(stored, f"the record {name!r} is compressed")
+            is_plain = not any((comment_nbytes, *fields[13:16]))
+            _require(is_plain, f"the entry of {name!r} has unexpected fields")
         shared = (fields[2], fields[3], *fields[4:7])
-        has_unexpected = any((comment_nbytes, *fields[13:16]))
-        end = name_end + extra_nbytes + comment_nbytes
-        yield DirectoryEntry(header, name, shared, fields[7], nbytes, at, end, has_unexpected)
-        at = end
+        found.append(DirectoryEntry(header, name, shared, fields[7], nbytes, at))
+        at += ENTRY.size + name_nbytes + extra_nbytes + comment_nbytes
+    _require(at == end, "the directory's size differs from the one in the end record")
+    return found, begin
 
 
 def names(read: Callable[[int, int], bytes], nbytes: int) -> list[bytes]:
@@ -170,8 +165,7 @@ def names(read: Callable[[int, int], bytes], nbytes: int) -> list[bytes]:
     UnknownArchiveError, struct.error
         The archive has no directory.
     """
-    count, begin, end = _directory_range(read, nbytes)
-    return [entry.name for entry in entries(read(begin, end), 0, count, compressed=True)]
+    return [entry.name for entry in _entries(read, nbytes, of_torch=False)[0]]
 
 
 def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
@@ -182,36 +176,12 @@ def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
     UnknownArchiveError, struct.error
         The directory is not in these bytes, or differs from those that torch writes.
     """
-    end = len(tail) - END.size
-    _require(ends(tail), "no end of central directory")
-    locator = LOCATOR.unpack_from(tail, end - LOCATOR.size)
-    _require(locator[0] == _LOCATOR_SIGNATURE, "no zip64 locator")
-    wide = ZIP64_END.unpack_from(tail, locator[2] - tail_begin)
-    _require(wide[0] == _ZIP64_SIGNATURE, "no zip64 end of central directory")
-    return list(entries(tail, wide[9] - tail_begin, wide[7]))
 
+    def read(begin: int, end: int) -> bytes:
+        _require(begin >= tail_begin, "its directory is longer than expected")
+        return bytes(tail[begin - tail_begin : end - tail_begin])
 
-def directory_of(
-    read: Callable[[int, int], bytes], nbytes: int
-) -> tuple[list[DirectoryEntry], int]:
-    """Return an archive's directory and its offset, with all their fields checked; for arguments see :func:`layout`.
-
-    Raises
-    ------
-    UnknownArchiveError, struct.error
-        The archive differs from those that torch writes.
-    """
-    count, begin, end = _directory_range(read, nbytes)
-    directory = read(begin, end)
-    found = []
-    for entry in entries(directory, 0, count):
-        _require(not entry.has_unexpected, f"the entry of {entry.name!r} has unexpected fields")
-        found.append(entry)
-    entries_end = found[-1].end if found else 0
-    _require(
-        entries_end == end - begin, "the directory's size differs from the one in the end record"
-    )
-    return found, begin
+    return _entries(read, tail_begin + len(tail), of_torch=True)[0]
 
 
 def layout(
@@ -236,7 +206,7 @@ def layout(
     UnknownArchiveError, struct.error, UnicodeDecodeError
         The archive differs from those that torch writes.
     """
-    found, directory_begin = directory_of(read, nbytes)
+    found, directory_begin = _entries(read, nbytes, of_torch=True)
     found.sort()
     places = []
     next_headers = [entry.header for entry in found[1:]] + [directory_begin]
@@ -262,14 +232,12 @@ def _locate(read: Callable[[int, int], bytes], entry: DirectoryEntry, next_heade
     _require(local[:5] == shared, f"the header of {name!r} differs from the directory")
     _require(read(at, at + local[8]) == name, f"the name of {name!r} differs in its header")
     _require(local[5] in (0, crc), f"the CRC-32 of {name!r} differs in its header")
-    _require(
-        {local[6], local[7]} <= {0, size, MAX_32}, f"the size of {name!r} differs in its header"
-    )
+    sound = {local[6], local[7]} <= {0, size, MAX_32}
+    _require(sound, f"the size of {name!r} differs in its header")
     descriptor_nbytes = next_header - data - size
     fits = 0 <= descriptor_nbytes <= _MAX_DESCRIPTOR_NBYTES
-    _require(
-        fits, f"the data of {name!r} overlaps the next record, or the gap between them is too large"
-    )
+    problem = f"the data of {name!r} overlaps the next record, or the gap between them is too large"
+    _require(fits, problem)
     if descriptor_nbytes:
         sizes = struct.pack("<2L" if descriptor_nbytes == 16 else "<2Q", size, size)
         wanted = struct.pack("<4sL", _DESCRIPTOR_SIGNATURE, crc) + sizes
@@ -286,38 +254,25 @@ def _directory_range(read: Callable[[int, int], bytes], nbytes: int) -> tuple[in
     at = nbytes - END.size
     end = END.unpack(read(max(0, at), nbytes))
     count, size, begin = end[4], end[5], end[6]
-    _require(
-        end[0] == _END_SIGNATURE and not any((*end[1:3], end[7])),
-        "the end record of the zip archive is damaged",
-    )
-    _require(end[3] == count, "the end record of the zip archive is damaged")
+    sound = end[0] == _END_SIGNATURE and not any((*end[1:3], end[7])) and end[3] == count
+    _require(sound, "the end record of the zip archive is damaged")
     locator = read(at - LOCATOR.size, at) if at >= LOCATOR.size else b""
     where = at
     if locator[:4] == _LOCATOR_SIGNATURE or MAX_32 in (size, begin) or count == 0xFFFF:
         signature, disk, where, disks = LOCATOR.unpack(locator)
-        sound = signature == _LOCATOR_SIGNATURE and (disk, disks) == (0, 1)
+        is_before = where + ZIP64_END.size + LOCATOR.size == at
+        sound = signature == _LOCATOR_SIGNATURE and (disk, disks) == (0, 1) and is_before
         _require(sound, "the zip64 locator of the zip archive is damaged")
-        _require(
-            where + ZIP64_END.size + LOCATOR.size == at,
-            "the zip64 locator of the zip archive is damaged",
-        )
         wide = ZIP64_END.unpack(read(where, where + ZIP64_END.size))
-        _require(
-            wide[:2] == (_ZIP64_SIGNATURE, _ZIP64_END_NBYTES),
-            "the zip64 end record of the zip archive is damaged",
-        )
-        _require(
-            not any(wide[4:6]) and wide[6] == wide[7],
-            "the zip64 end record of the zip archive is damaged",
-        )
-        for short, most, long in zip(
-            (count, size, begin), (0xFFFF, MAX_32, MAX_32), wide[7:], strict=True
-        ):
-            _require(short in (long, most), "its two end records differ")
+        begins_soundly = wide[:2] == (_ZIP64_SIGNATURE, _ZIP64_END_NBYTES)
+        sound = begins_soundly and not any(wide[4:6]) and wide[6] == wide[7]
+        _require(sound, "the zip64 end record of the zip archive is damaged")
+        _require(count in (wide[7], 0xFFFF), "its two end records differ")
+        sound = size in (wide[8], MAX_32) and begin in (wide[9], MAX_32)
+        _require(sound, "its two end records differ")
         count, size, begin = wide[7:]
-    _require(
-        begin + size == where and size <= _MAX_DIRECTORY_NBYTES, "its directory is not at its end"
-    )
+    sound = begin + size == where and size <= _MAX_DIRECTORY_NBYTES
+    _require(sound, "its directory is not at its end")
     _require(count * ENTRY.size <= size, "its directory is too short")
     return count, begin, begin + size
 
