@@ -24,6 +24,7 @@ from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.tools import archives, entries
 from tensorferry.checkpoint.tools.trees import named_tensors
 from tensorferry.checkpoint.zipformat import zips
+from tensorferry.transfer import piece_checksums
 from tests.checkpoint.archives import filled, pickle_in, places
 from tests.checkpoint.canary import nothing_happens
 from tests.checkpoint.damage import BITS_APART, flip, run
@@ -150,7 +151,7 @@ def test_large_records_are_read_in_pieces(
     save(state(), path)
     monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(archives, "_PIECE_NBYTES", 100)
-    monkeypatch.setattr(archives, "_BATCH_NBYTES", 250)
+    monkeypatch.setattr(piece_checksums, "_BATCH_NBYTES", 250)
     calls: list[Progress] = []
     assert verify(path, progress=calls.append).sound
     done = [(call.nbytes, call.files) for call in calls]
@@ -180,10 +181,15 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_verified(
     save(state(), path)
     found = places(path.read_bytes())
     cut = found["data/1"].begin + 3
-    # The pieces form two batches; after the first batch another process truncates the file.
-    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(archives, "_BATCH_NBYTES", found["data.pkl"].nbytes)
-    problems = verify(path, progress=lambda _: os.truncate(path, cut)).problems
+    # All records are read together, after another process has truncated the file.
+    pieces = archives._pieces
+
+    def truncated_pieces(places: list[zips.Span]) -> Any:
+        os.truncate(path, cut)
+        return pieces(places)
+
+    monkeypatch.setattr(archives, "_pieces", truncated_pieces)
+    problems = verify(path).problems
     assert all("it cannot be read" in str(problem) for problem in problems)
     names = [problem.names for problem in problems]  # type: ignore[union-attr]
     assert names[0] == ("archive/data/1", "model.bias")

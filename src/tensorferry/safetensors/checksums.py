@@ -23,7 +23,7 @@ from tensorferry.safetensors import header, sidecar
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
-from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.piece_checksums import piece_crcs
 from tensorferry.transfer.remote import Version, as_path, checked_text, text_of
 from tensorferry.transfer.replacement import Replacement
 
@@ -38,8 +38,6 @@ CHUNK_NBYTES = 256 << 10
 """The default chunk size. Verifying a range reads less than one extra chunk at each end of it."""
 
 _VERSION = 1
-# The size of one read. The core computes the CRC-32s and discards the bytes, so they take no memory in Python.
-_BATCH_NBYTES = 32 << 20
 _CRC_DIGITS = 8
 # The limit for the size of the JSON without the hexadecimal digits of the chunks' CRC-32s.
 _OTHER_NBYTES = 4096
@@ -147,12 +145,12 @@ def compute(
     found = header.read(file)
     header_bytes = bytes(file.read(bytearray(found.nbytes)))
     chunks: list[int] = []
-    for _, end, crcs in chunk_crcs(file, found.file_nbytes, chunk_nbytes):
-        if isinstance(crcs, OSError):
-            raise crcs
+    for begin, end, crc in chunk_crcs(file, found.file_nbytes, chunk_nbytes):
+        if isinstance(crc, OSError):
+            raise crc
         if progress is not None:
-            progress(end - len(chunks) * chunk_nbytes)
-        chunks += crcs
+            progress(end - begin)
+        chunks.append(crc)
     after = Version.at(file.path)
     if before != after or file.size != found.file_nbytes:
         raise _changed(file.path)
@@ -223,61 +221,12 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
 
 def chunk_crcs(
     file: File, nbytes: int, chunk_nbytes: int
-) -> Iterator[tuple[int, int, list[int] | OSError]]:
-    """Read the first ``nbytes`` of a file, and yield the CRC-32s of its chunks in batches.
-
-    Yields
-    ------
-    begin, end : int
-        A range of the file that consists of whole chunks.
-    crcs : list of int or OSError
-        The CRC-32s of these chunks, or the error where the range is unreadable. A batch with a read error is split
-        until the unreadable ranges are single chunks.
-    """
-    batch_nbytes = max(1, _BATCH_NBYTES // chunk_nbytes) * chunk_nbytes
-    batches = (
-        _ChunkBatch(file, begin, min(begin + batch_nbytes, nbytes), chunk_nbytes)
-        for begin in range(0, nbytes, batch_nbytes)
-    )
-    with Pipeline(batches) as pipeline:
-        for batch in iter(pipeline.first, None):
-            yield from batch.crcs()
-            pipeline.release(batch)
-
-
-class _ChunkBatch(Read):
-    """Adjacent chunks that are read together."""
-
-    def __init__(self, file: File, begin: int, end: int, chunk_nbytes: int) -> None:
-        self.nbytes = end - begin
-        self._file = file
-        self._range = begin, end
-        self._chunk_nbytes = chunk_nbytes
-        self._sums = Checksums(chunk_nbytes)
-
-    def begin(self) -> None:
-        # A segment that is an int is a gap of this many bytes: read_into() computes the checksums of the bytes and
-        # discards them. It requires at least one segment that is a buffer, which may be empty.
-        segments: list[int | bytearray] = [self.nbytes, bytearray()]
-        self.futures = (self._file.read_into(segments, self._range[0], checksums=self._sums),)
-
-    def crcs(self) -> Iterator[tuple[int, int, list[int] | OSError]]:
-        begin, end = self._range
-        chunk_nbytes = self._chunk_nbytes
-        try:
-            self.wait()
-        except OSError as error:
-            count = -(-self.nbytes // chunk_nbytes)
-            if count <= 1:
-                yield begin, end, error
-                return
-            middle = begin + count // 2 * chunk_nbytes
-            for part in ((begin, middle), (middle, end)):
-                batch = _ChunkBatch(self._file, *part, chunk_nbytes)
-                batch.begin()
-                yield from batch.crcs()
-        else:
-            yield begin, end, self._sums.chunks
+) -> Iterator[tuple[int, int, int | OSError]]:
+    """Read the first ``nbytes`` of a file; yield each chunk's range, and its CRC-32 or the error of reading it."""
+    begins = range(0, nbytes, chunk_nbytes)
+    sizes = (min(chunk_nbytes, nbytes - begin) for begin in begins)
+    for begin, crc in zip(begins, piece_crcs(file, 0, sizes), strict=True):
+        yield begin, min(begin + chunk_nbytes, nbytes), crc
 
 
 def _changed(path: str) -> SafetensorError:

@@ -13,12 +13,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import tensorferry
 from tensorferry._core import crc32, crc32_combine
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import Span, UnknownArchiveError
+from tensorferry.transfer.piece_checksums import piece_crcs
 from tensorferry.transfer.python_files import open_python_file, reopen
 from tensorferry.transfer.remote import Version
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.checkpoint.zipformat.blobs import Payload, PickledTensor
 
-# The maximum size of a read in bytes and in pieces, and of a piece. If a read fails, each of its pieces is read again
-# separately to locate the failure.
-_BATCH_NBYTES, _BATCH_PIECES, _PIECE_NBYTES = 256 << 20, 4096, 64 << 20
+# The maximum size of a piece, whose range is reported if it cannot be read.
+_PIECE_NBYTES = 32 << 20
 _MAX_PICKLE_NBYTES = 256 << 20
 _MAX_NBYTES, _MAX_DIMS = (1 << 63) - 1, 1000
 _TAIL_NBYTES = 1 << 16
@@ -248,7 +247,7 @@ class _OpenArchive:
 
 
 class _ReadRange(NamedTuple):
-    """A range that is read as one piece: a part of a record, or the bytes between records."""
+    """A piece: a part of a record, or the bytes between records."""
 
     place: int | None  # the number of the record
     begin: int
@@ -302,39 +301,24 @@ class _ArchiveAudit(Audit):
     def _crcs(self, places: list[Span]) -> list[int | None]:
         """Return the CRC-32 of each record; None for a record that cannot be read, which is noted as damage."""
         crcs: list[int | None] = [0] * len(places)
+        pieces = list(_pieces(places))
         with reopen(self._archive.file) as file:
-            for batch in _batches(places):
-                for (index, begin, nbytes), crc in self._read(file, batch):
-                    before = None if index is None else crcs[index]
-                    if index is None or before is None:
-                        continue
-                    if isinstance(crc, int):
-                        crcs[index] = crc32_combine(before, crc, nbytes)
-                    else:
-                        crcs[index] = None
-                        reason = f"it cannot be read: {crc.strerror}"
-                        self._damaged(places[index].name, begin, begin + nbytes, reason)
-                self.meter.add(batch[-1].begin + batch[-1].nbytes - self.meter.nbytes)
+            found = piece_crcs(
+                file, pieces[0].begin if pieces else 0, [piece.nbytes for piece in pieces]
+            )
+            for (index, begin, nbytes), crc in zip(pieces, found, strict=True):
+                self.meter.add(begin + nbytes - self.meter.nbytes)
+                before = None if index is None else crcs[index]
+                if index is None or before is None:
+                    continue
+                if isinstance(crc, int):
+                    crcs[index] = crc32_combine(before, crc, nbytes)
+                else:
+                    crcs[index] = None
+                    reason = f"it cannot be read: {crc.strerror}"
+                    self._damaged(places[index].name, begin, begin + nbytes, reason)
         self.meter.add(self._archive.nbytes - self.meter.nbytes, files=1)
         return crcs
-
-    def _read(
-        self, file: tensorferry.File, batch: list[_ReadRange]
-    ) -> Iterator[tuple[_ReadRange, int | OSError]]:
-        """Yield each piece with its CRC-32, or with the error of reading it."""
-        sums = tensorferry.Checksums(segments=True)
-        # The data are discarded, as only checksums are needed; read() requires at least one array, so add an empty one.
-        wanted: list[int | bytearray] = [*(piece.nbytes for piece in batch), bytearray()]
-        try:
-            file.read(wanted, batch[0].begin, checksums=sums)
-        except OSError as error:
-            if len(batch) == 1:
-                yield batch[0], error
-                return
-            for piece in batch:
-                yield from self._read(file, [piece])
-            return
-        yield from zip(batch, sums.segments[:-1], strict=True)
 
     def _names(self, places: list[Span]) -> dict[str, list[str]]:
         """Return the names of the tensors in each record; an empty dict if the pickle cannot be read."""
@@ -348,21 +332,8 @@ class _ArchiveAudit(Audit):
         return names
 
 
-def _batches(places: list[Span]) -> Iterator[list[_ReadRange]]:
-    """Split a file into batches, each of which is read at once, from the first record to the last."""
-    batch: list[_ReadRange] = []
-    nbytes = 0
-    for piece in _pieces(places):
-        batch.append(piece)
-        nbytes += piece.nbytes
-        if nbytes >= _BATCH_NBYTES or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
-
-
 def _pieces(places: list[Span]) -> Iterator[_ReadRange]:
+    """Split a file, from the first record to the last, into pieces."""
     at = places[0].begin if places else 0
     for index, place in enumerate(places):
         if place.begin > at:

@@ -6,7 +6,6 @@ are stored next to a file (:mod:`tensorferry.safetensors.checksums`), if there a
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import math
@@ -24,7 +23,7 @@ from tensorferry.safetensors.parsing import METADATA
 from tensorferry.transfer.remote import Version, as_path, source_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tensorferry.checkpoint.progress import Listener, Throughput
@@ -197,30 +196,28 @@ class _SafetensorsAudit(Audit):
         self, file: tensorferry.File, sums: FileChecksums, found: Header | None
     ) -> None:
         """Verify all chunks of a file, and name the tensors in those that differ."""
-        chunk = sums.chunk_nbytes
         damage: list[tuple[int, int, str]] = []
-        for begin, end, crcs in checksums.chunk_crcs(file, sums.nbytes, chunk):
+        chunks = checksums.chunk_crcs(file, sums.nbytes, sums.chunk_nbytes)
+        for (begin, end, crc), expected in zip(chunks, sums.chunks, strict=True):
             self.meter.add(end - begin)
-            if isinstance(crcs, OSError):
-                damage.append((begin, end, f"it cannot be read: {crcs.strerror}"))
+            if crc == expected:
+                self.report.nbytes += end - begin
                 continue
-            _, _, expected = sums.covering(begin, end)
-            for number, (crc, wanted) in enumerate(zip(crcs, expected, strict=True)):
-                at = begin + number * chunk
-                if crc == wanted:
-                    self.report.nbytes += min(chunk, end - at)
-                else:
-                    damage.append((at, min(at + chunk, end), "it differs from its checksum"))
+            reason = "it differs from its checksum"
+            if isinstance(crc, OSError):
+                reason = f"it cannot be read: {crc.strerror}"
+            if damage and damage[-1][1:] == (begin, reason):  # adjacent damage is reported as one
+                begin, *_ = damage.pop()
+            damage.append((begin, end, reason))
         if damage and _header_crc(file, sums) != sums.header_crc32:
             reason = "its header differs from its checksum: it is damaged, or the file has been replaced since"
             self.problem(CheckpointError(reason, file.path, begin=0, end=sums.header_nbytes))
-        where = _TensorsByRange(found)
-        for begin, end, reason in _merge_adjacent(damage):
-            self.problem(
-                CheckpointError(
-                    reason, file.path, names=where.names(begin, end), begin=begin, end=end
-                )
+        tensors = found.tensors.values() if found else ()
+        for begin, end, reason in damage:
+            names = tuple(
+                each.name for each in tensors if max(begin, each.begin) < min(end, each.end)
             )
+            self.problem(CheckpointError(reason, file.path, names=names, begin=begin, end=end))
 
     def _damaged(self, error: SafetensorError | OSError, path: str = "") -> None:
         self.problem(
@@ -228,36 +225,11 @@ class _SafetensorsAudit(Audit):
         )
 
 
-class _TensorsByRange:
-    """Finds the tensors in a range of a file."""
-
-    def __init__(self, found: Header | None) -> None:
-        self._tensors = [each for each in found.tensors.values() if each.nbytes] if found else []
-        self._begins = [each.begin for each in self._tensors]
-
-    def names(self, begin: int, end: int) -> tuple[str, ...]:
-        first = max(0, bisect.bisect_right(self._begins, begin) - 1)
-        last = bisect.bisect_left(self._begins, end)
-        return tuple(each.name for each in self._tensors[first:last] if each.end > begin)
-
-
 def _header_crc(file: tensorferry.File, sums: FileChecksums) -> int | None:
     try:
         return crc32(file.read(bytearray(sums.header_nbytes)))
     except OSError:
         return None
-
-
-def _merge_adjacent(damage: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
-    """Merge adjacent ranges with the same reason."""
-    at = 0
-    while at < len(damage):
-        begin, end, reason = damage[at]
-        at += 1
-        while at < len(damage) and damage[at][0] == end and damage[at][2] == reason:
-            end = damage[at][1]
-            at += 1
-        yield begin, end, reason
 
 
 def _checkpoint_error(error: SafetensorError) -> CheckpointError:
