@@ -302,7 +302,7 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
         (["cut.safetensors", "x"], 1, "cut short"),
         (["notes.txt", "x"], 2, "not a file of torch.save"),
         (["good.safetensors", "x", "--max-shard", "?"], 2, "--max-shard: "),
-        (["good.safetensors", "notes.txt"], 1, "TARGET: 'notes.txt' is a file"),
+        (["good.safetensors", "notes.txt"], 1, "TARGET: It is a file"),
         (["good.safetensors", "x.pt"], 2, "TARGET: 'x.pt' has the suffix of a file"),
         (["good.safetensors", "x.NPZ"], 2, "TARGET: 'x.NPZ' has the suffix of a file"),
         (["good.safetensors", "objects.pt"], 2, "TARGET: 'objects.pt' has the suffix of a file"),

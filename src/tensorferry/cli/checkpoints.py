@@ -196,10 +196,6 @@ def _exiting_for_target(target: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (
-            isinstance(error, NotADirectoryError) and error.filename is None
-        ):  # raised by tensorferry
-            raise ExitError(FAILED, [f"TARGET: {str(error).removeprefix('target: ')}"]) from None
         path, found = Path(target).absolute(), Path(os.fsdecode(error.filename or "")).absolute()
         if error.filename is None or not (found in path.parents or found.is_relative_to(path)):
             raise

@@ -6,6 +6,7 @@ new files replace existing ones only when all are complete.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -117,10 +118,11 @@ def convert(
             raise ValueError(f"target: {str(place)!r} is a file name, but a checkpoint is a folder")
         return _to_file(found, place, progress)
     if place.exists() and not place.is_dir():
-        raise NotADirectoryError(
-            f"target: {str(place)!r} is a file, so it cannot be a folder (for a single safetensors file, use a name "
-            f"that ends in {index.FILE_SUFFIX!r})"
+        reason = (
+            "It is a file, so it cannot be a folder (for a single safetensors file, use a name that ends in "
+            f"{index.FILE_SUFFIX!r})"
         )
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(place))
     target_format = written[source_format.becomes if to == "auto" else to]
     others = tuple(mark for each in FORMATS if each is not target_format for mark in each.marks)
     if place.is_dir() and any(each.name.endswith(others) for each in place.iterdir()):
