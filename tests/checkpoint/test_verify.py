@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
-from tensorferry.checkpoint import CheckpointError, FileSystemReader
+from tensorferry.checkpoint import (
+    CheckpointError,
+    FileSystemReader,
+    FileSystemWriter,
+    progress,
+    tools,
+)
 from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.storage.metadata import (
     CHUNK_NBYTES,
@@ -321,6 +328,27 @@ def test_sound_checkpoints_are_sound(
     done = [(call.nbytes, call.files) for call in calls]
     assert done == sorted(done)
     assert calls[-1] == Progress(sum(sizes), sum(sizes), len(sizes), len(sizes))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), OSError(5, "stop")])
+@pytest.mark.parametrize("name", ["ours", "torchs", "a.safetensors", "a.npz", "a.pt"])
+def test_an_error_of_the_listener_is_raised_and_is_not_damage(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    dcp.save(mixed_state(), storage_writer=FileSystemWriter(directory / "ours"), no_dist=True)
+    dcp.save(mixed_state(), storage_writer=dcp.FileSystemWriter(directory / "torchs"), no_dist=True)
+    save_file({"a": torch.ones(9)}, directory / "a.safetensors")
+    np.savez(directory / "a.npz", a=np.ones(9))
+    torch.save(torch.ones(9), directory / "a.pt")
+    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
+    errors = [error]
+
+    def stop_once(_: Progress) -> None:
+        if errors:
+            raise errors.pop()
+
+    with pytest.raises(type(error), match="stop"):
+        tools.verify(directory / name, progress=stop_once)
 
 
 def test_all_damage_is_reported(directory: pathlib.Path) -> None:

@@ -117,11 +117,8 @@ class _CheckpointAudit(Audit):
         for file in metadata_files(self.report.path):
             try:
                 metadata = read_metadata(file, trust_pickle=self._trusted)
-            except (CheckpointError, OSError) as error:
-                self.problem(error)
-                continue
             except Exception as error:  # a trusted pickle may do anything
-                self.problem(_unexpected(error, str(file)))
+                self.problem(error, str(file))
                 continue
             checkpoints.append((file, metadata))
             if not file_checksums(metadata):
@@ -134,7 +131,7 @@ class _CheckpointAudit(Audit):
                 self._check_complete(file, metadata)
                 self._check_files(metadata)
             except Exception as error:
-                self.problem(_unexpected(error, str(file)))
+                self.problem(error, str(file))
         return self.finish()
 
     def _check_complete(self, file: Path, metadata: Metadata) -> None:
@@ -162,10 +159,8 @@ class _CheckpointAudit(Audit):
             begin = self.meter.nbytes
             try:
                 self._check_file(contents, name, infos)
-            except (CheckpointError, OSError) as error:
-                self.problem(error, f"{self.report.path}/{name}")
             except Exception as error:
-                self.problem(_unexpected(error, f"{self.report.path}/{name}"))
+                self.problem(error, f"{self.report.path}/{name}")
             rest = begin + sum(info.length for _, info in infos) - self.meter.nbytes
             self.meter.add(rest, files=1)
 
@@ -230,8 +225,3 @@ class _CheckpointAudit(Audit):
         else:
             self.report.unverified.append(index.fqn)
         self.meter.add(info.length)
-
-
-def _unexpected(error: Exception, path: str) -> CheckpointError:
-    """Return the CheckpointError that reports an error of a type that no check has foreseen."""
-    return CheckpointError(f"it cannot be read ({type(error).__name__}: {error})", path)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter
 
 if TYPE_CHECKING:
-    from tensorferry.checkpoint.errors import CheckpointError
-    from tensorferry.checkpoint.progress import Listener
+    from tensorferry.checkpoint.progress import Listener, Progress
 
 
 @dataclass
@@ -56,18 +56,36 @@ class Audit:
 
     def __init__(self, path: str, progress: Listener | None) -> None:
         self.report = Report(path)
-        self.meter = Meter(progress)
+        self.meter = Meter(self._listen if progress else None)
+        self._progress = progress
+        self._listener_error: Exception | None = None
 
     def finish(self) -> Report:
         """Report the end of the work, and return the report."""
         self.meter.finish()
         return self.report
 
-    def problem(self, error: CheckpointError | OSError, path: str = "") -> None:
-        """Add a problem; an OSError without a file name gets ``path``."""
+    def problem(self, error: Exception, path: str = "") -> None:
+        """Add a problem; ``path`` is where an error without a file occurred.
+
+        An error of another type than CheckpointError and OSError is one that no check has foreseen.
+        """
+        if error is self._listener_error:
+            raise error
+        path = path or self.report.path
         if isinstance(error, OSError):
-            error.filename = error.filename or path or self.report.path
+            error.filename = error.filename or path
+        elif not isinstance(error, CheckpointError):
+            error = CheckpointError(f"it cannot be read ({type(error).__name__}: {error})", path)
         self.report.problems.append(error)
+
+    def _listen(self, progress: Progress) -> None:
+        assert self._progress is not None
+        try:
+            self._progress(progress)
+        except Exception as error:  # not a problem of the checkpoint: problem() raises it
+            self._listener_error = error
+            raise
 
 
 @dataclass(frozen=True)
