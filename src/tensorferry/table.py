@@ -6,7 +6,9 @@ each page only once. This module converts row numbers to 64-bit integers, and ar
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import math
 import operator
 import sys
@@ -186,12 +188,9 @@ class Table:
     def _set_parts(self, parts: list[_Part]) -> None:
         self._parts = parts
         self._files = list(dict.fromkeys(part.file for part in parts))
-        self._ends = []
-        end = 0
+        self._ends = list(itertools.accumulate(part.rows for part in parts))
         try:
             for part in parts:
-                end += part.rows
-                self._ends.append(end)
                 nbytes = part.offset + part.rows * self._row_nbytes
                 size: int = part.file.size  # type: ignore[attr-defined]
                 if nbytes > size:
@@ -261,16 +260,13 @@ class Table:
             file, segments, offset = parts[0]
             file._transfer(segments, offset, (False, False, background, None))
         elif parts:
-            requests = self._requests(target)
+            future = self._start(out, target, parts, background)
             try:
-                self._submit(requests, parts, background, target)
-                requests.wait()
+                future.result()
             except BaseException:
                 # Also after KeyboardInterrupt: the core keeps the rows' memory until the blocks in flight are complete.
-                requests.cancel()
+                future.cancel()
                 raise
-            if failure := requests.exception() or _failure_of_memory(target, parts):
-                raise failure
         return _copy_to_result(out, target)
 
     def gather_async(
@@ -291,12 +287,7 @@ class Table:
             future = file._start(segments, offset, (False, False, background, None))
             future._gives(out)
         else:
-            future = Future(out, target)
-            requests = self._requests(target)
-            self._submit(requests, parts, background, future)
-            future._start(requests, lambda: _failure_of_memory(target, parts))
-            for file in self._files:
-                file._pending.add(future)
+            future = self._start(out, target, parts, background)
         if target is not out:
 
             def copy_to_out() -> None:
@@ -342,14 +333,9 @@ class Table:
 
     def close(self) -> None:
         """Wait for the outstanding calls, and close the table. Their futures keep results and errors."""
-        failure: Exception | None = None
-        for file in self._files:
-            try:
-                file.close()
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        with contextlib.ExitStack() as stack:  # closes all files, also if closing one fails
+            for file in reversed(self._files):
+                stack.callback(file.close)
 
     def __enter__(self) -> Table:
         for file in self._files:
@@ -435,26 +421,28 @@ class Table:
 
     # Several files
 
-    def _requests(self, target: Any) -> FileRequests:
+    def _start(self, out: Any, target: Any, parts: list[_Rows], background: bool) -> Future[Any]:
+        """Start to read the rows of each file. If a submission fails, cancel the others and raise."""
+
         def failure(failed: list[tuple[int, StorageError]], *_: int) -> StorageError:
             return first_error([error for _, error in failed], "of its files")
 
-        return FileRequests(failure, target.nbytes)
-
-    def _submit(
-        self, requests: FileRequests, parts: list[_Rows], background: bool, owner: object
-    ) -> None:
-        """Submit the rows of each file. If a submission fails, cancel the others and raise."""
+        future = Future(out, target)
+        requests = FileRequests(failure, target.nbytes)
         try:
             for at, (file, segments, offset) in enumerate(parts):
                 assert isinstance(file, File)  # a striped file is always the only file of a table
                 core = file._open_file(reading=True)
                 requests.submit(
-                    *(at, file._scheduler, core, segments, offset, owner), background=background
+                    *(at, file._scheduler, core, segments, offset, future), background=background
                 )
         except BaseException as error:
             requests.cancel_and_wait(error)
             raise
+        future._start(requests, lambda: _failure_of_memory(target, parts))
+        for file in self._files:
+            file._pending.add(future)
+        return future
 
 
 class _Numbers(NamedTuple):
@@ -515,9 +503,8 @@ def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
             named = getattr(torch, dtype.removeprefix("torch."), None)
             if isinstance(named, torch.dtype):
                 return _numpy_dtype_of(named), named, True
-        raise TypeError(
-            f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
-        ) from None
+        reason = f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
+        raise TypeError(reason) from None
     if dtype is None or found.hasobject or found.itemsize == 0:
         raise TypeError(f"dtype: expected a dtype with elements of fixed size, got {dtype!r}")
     return found, None, False
