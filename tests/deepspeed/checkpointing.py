@@ -193,6 +193,20 @@ def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
     return found
 
 
+def scenario_missing(directory: Path, stage: int) -> str:
+    """Load a checkpoint without a file that the first rank misses; return the error."""
+    training = Training(stage, directory / "swaps")
+    training.engine.save_checkpoint(str(directory), tag="whole")
+    if dist.get_rank() == 0:
+        next((directory / "whole").glob("*_rank_0_*optim_states.pt")).unlink()
+    dist.barrier()
+    try:
+        training.engine.load_checkpoint(str(directory))
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
 def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int) -> dict[str, Any]:
     """Save with a limit of file sizes on one rank, then without it."""
     training = Training(stage, directory, checkpoint={"writer": {"decoupled": decoupled}})

@@ -366,3 +366,28 @@ def swap_buffers(directory: str) -> dict[str, Any]:
         ],
         "pinned": handle.is_pinned(manager.all_buffers[0]),
     }
+
+
+def background_save_that_cannot_be_discarded() -> str:
+    """Return the error of a save in the background that fails, and whose files cannot be removed."""
+    import threading
+    from concurrent.futures import Future
+
+    from tensorferry.deepspeed.checkpoints import TensorferryCheckpointEngine
+
+    class Save:
+        staged: list[Any] = []  # noqa: RUF012
+        folder = "folder"
+
+        def end(self) -> None:
+            raise ValueError("not saved")
+
+        def abort(self) -> None:
+            raise OSError("not removed")
+
+    ended: Future[None] = Future()
+    write: Any = TensorferryCheckpointEngine()._write_in_background
+    thread = threading.Thread(target=write, args=(Save(), ended))
+    thread.start()
+    thread.join()
+    return repr(ended.exception(timeout=0))

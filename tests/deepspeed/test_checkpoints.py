@@ -248,6 +248,13 @@ def test_what_is_not_whole_is_refused_by_its_name(
     assert refused == {}
 
 
+def test_a_file_that_is_missing_is_missed_on_all_ranks(
+    newest: Environment, directory: pathlib.Path
+) -> None:
+    for error in run(2, directory / "c", newest, "missing", stage=2):
+        assert "the file is missing: the checkpoint is incomplete" in error
+
+
 @pytest.mark.parametrize(("failing", "decoupled"), [(0, False), (1, False), (1, True)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
     newest: Environment, directory: pathlib.Path, failing: int, decoupled: bool
@@ -309,6 +316,13 @@ def test_engines_are_replaced_and_put_back(newest: Environment, directory: pathl
         "installed again": ours,
         "listed": True,
     }
+
+
+def test_a_save_in_the_background_ends_though_its_files_cannot_be_removed(
+    newest: Environment,
+) -> None:
+    program = "tests.deepspeed.programs:background_save_that_cannot_be_discarded"
+    assert call(program, environment=newest).result == "ValueError('not saved')"
 
 
 def test_the_switch_leaves_deepspeeds_engine(newest: Environment) -> None:

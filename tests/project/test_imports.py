@@ -30,7 +30,7 @@ LEVELS = (
     ("table",),
     ("transfer.calls",),
     ("transfer.replacement",),
-    ("transfer.new_file",),
+    ("transfer.new_file", "transfer.piece_checksums"),
     ("transfer.striped", "transfer.pipeline", "transfer.python_files"),
     ("transfer.files",),
     ("transfer.remote",),

@@ -102,9 +102,8 @@ def replace(stack: ExitStack) -> None:
     owner = engine_module.DeepSpeedEngine
     set_attribute(stack, owner, "save_checkpoint", _wrap_save(owner.save_checkpoint))
     set_attribute(stack, owner, "load_checkpoint", _wrap_load(owner.load_checkpoint))
-    set_attribute(
-        stack, owner, "_copy_recovery_script", _wrap_copy_scripts(owner._copy_recovery_script)
-    )
+    copy_scripts = _wrap_copy_scripts(owner._copy_recovery_script)
+    set_attribute(stack, owner, "_copy_recovery_script", copy_scripts)
     name = "get_fp32_state_dict_from_zero_checkpoint"
     set_attribute(stack, engine_module, name, _wrap_read_weights(getattr(engine_module, name)))
 
@@ -124,10 +123,9 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._save: _Save | None = None
         self._info: Any = None
         self._background_save: Future[None] | None = None
-        unused = [
-            key for key, default in _WITHOUT_EFFECT.items() if writer and writer[key] != default
-        ]
-        if unused:
+        if unused := [
+            key for key, value in _WITHOUT_EFFECT.items() if writer and writer[key] != value
+        ]:
             logger.warning(
                 f"[{self.name}] {', '.join(unused)}: these settings of the checkpoint writer have no effect, because "
                 "tensorferry writes the checkpoints"
@@ -206,7 +204,7 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         """Save the files that the block saves as one checkpoint."""
         self.cleanup()  # raises the same error on all ranks, if an earlier save failed
         self._count += 1
-        ranks = Ranks(self._save_group())
+        ranks = Ranks(self.own_group())
         self._save = save = _Save(
             engine, ranks, self._count, save_latest, self.zipfile_serialization
         )
@@ -229,8 +227,8 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         if not self._decoupled:
             self._show_statistics(save)
 
-    def _save_group(self) -> Any:
-        """Return a process group of all ranks for the exclusive use of saves, or None if there is only one rank."""
+    def own_group(self) -> Any:
+        """Return a process group of all ranks, which only this object uses, or None if there is only one rank."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._group is None or self._group[0] is not dist.group.WORLD:
@@ -253,11 +251,12 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
                 del state  # release its memory before the next file
             save.end()
         except BaseException as error:
-            save.abort()
-            logger.error(
-                f"[{self.name}] the checkpoint {str(save.folder)!r} was not saved: {error}"
-            )
-            ended.set_exception(error)
+            try:
+                save.abort()
+            finally:  # otherwise cleanup() would wait forever
+                folder = str(save.folder)
+                logger.error(f"[{self.name}] the checkpoint {folder!r} was not saved: {error}")
+                ended.set_exception(error)
         else:
             self._show_statistics(save)
             ended.set_result(None)
@@ -307,9 +306,8 @@ class _Save:
             try:
                 function()
             except Exception as error:
-                traceback.clear_frames(
-                    error.__traceback__
-                )  # the frames' variables keep the state in memory
+                # The variables of the frames would keep the state in memory.
+                traceback.clear_frames(error.__traceback__)
                 self._failure = error
 
     @contextlib.contextmanager
@@ -328,9 +326,7 @@ class _Save:
         if not self._offloads or self._copy_folder is not None:
             return
         place = self.folder / self._rank_folder
-        for path in place.parent.glob(
-            f"{place.name}.*"
-        ):  # temporary folders of saves that were killed
+        for path in place.parent.glob(f"{place.name}.*"):  # left by saves that were killed
             shutil.rmtree(path)
         self._copy_folder = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
         optimizer = self._engine.optimizer
@@ -395,7 +391,11 @@ class _Save:
             self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
-        _write_text(self.folder / LIST_NAME, json.dumps({"version": _VERSION, _UNFINISHED: True}))
+        self._write_list({_UNFINISHED: True})
+
+    def _write_list(self, content: dict[str, Any]) -> None:
+        text = json.dumps({"version": _VERSION, **content}, indent=1)
+        _write_text(self.folder / LIST_NAME, text)
 
     def _mark_replaced(self) -> None:
         # Without a list, files of two saves with the same tag could not be distinguished after a crash.
@@ -433,10 +433,7 @@ class _Save:
 
     def _publish(self, entries: _Entries) -> None:
         if self._is_first:
-            _write_text(
-                self.folder / LIST_NAME,
-                json.dumps({"version": _VERSION, "files": entries}, indent=1),
-            )
+            self._write_list({"files": entries})
             if self._save_latest:
                 _write_text(self._latest, self._tag)
 
@@ -459,9 +456,7 @@ def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
         writer = None if config_params is None else config_params.checkpoint_config["writer"]
         if writer is None:
             made = create(config_params, *arguments, **options)
-            if (
-                type(made) is not TorchCheckpointEngine
-            ):  # another engine that the configuration selects
+            if type(made) is not TorchCheckpointEngine:  # one that the configuration selects
                 return made
         elif writer["type"] == "MOCK":
             return create(config_params, *arguments, **options)
@@ -470,17 +465,23 @@ def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_checkpoint_engine
 
 
+def _own_engine(engine: Any) -> TensorferryCheckpointEngine | None:
+    """Return an engine's checkpoint engine if it is ours; replace the one of an engine that is older than install()."""
+    if type(engine.checkpoint_engine) is TorchCheckpointEngine:
+        engine.checkpoint_engine = TensorferryCheckpointEngine(engine._config)
+    ours = engine.checkpoint_engine
+    return ours if isinstance(ours, TensorferryCheckpointEngine) else None
+
+
 def _wrap_save(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save_checkpoint)
 
     @functools.wraps(save_checkpoint)
     def save(self: Any, *arguments: Any, **options: Any) -> Any:
-        if type(self.checkpoint_engine) is TorchCheckpointEngine:  # created before install()
-            self.checkpoint_engine = TensorferryCheckpointEngine(self._config)
-        ours = self.checkpoint_engine
+        ours = _own_engine(self)
         given = signature.bind(self, *arguments, **options)
         given.apply_defaults()
-        if not isinstance(ours, TensorferryCheckpointEngine) or not given.arguments["save_dir"]:
+        if ours is None or not given.arguments["save_dir"]:
             return save_checkpoint(*given.args, **given.kwargs)
         # Make the path absolute: the process may change its directory before a background thread writes the files.
         given.arguments["save_dir"] = os.path.abspath(given.arguments["save_dir"])  # noqa: PTH100
@@ -499,22 +500,26 @@ def _wrap_load(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def load_complete(self: Any, *arguments: Any, **options: Any) -> Any:
         given = signature.bind(self, *arguments, **options)
         given.apply_defaults()
-        call_arguments = given.arguments
-        if isinstance(self.checkpoint_engine, TensorferryCheckpointEngine):
-            self.checkpoint_engine.cleanup()
+        wanted = given.arguments
+        ours = _own_engine(self)
+        if ours is not None:
+            ours.cleanup()
         if self.load_universal_checkpoint():
             return load_checkpoint(*given.args, **given.kwargs)
-        directory = Path(call_arguments["load_dir"])
-        tag = (
-            _latest_tag(directory) if call_arguments["tag"] is None else str(call_arguments["tag"])
-        )
+        directory = Path(wanted["load_dir"])
+        with_optimizer = bool(wanted["load_optimizer_states"] and not wanted["load_module_only"])
+
+        def checked_tag() -> str | None:
+            tag = _latest_tag(directory) if wanted["tag"] is None else str(wanted["tag"])
+            if tag is not None:
+                _check_complete(self, directory / tag, with_optimizer)
+            return tag
+
+        # If a rank raised alone, the others would load the checkpoint that it refuses.
+        ranks = Ranks(None if ours is None else ours.own_group())
+        tag = wanted["tag"] = ranks.call(checked_tag)[ranks.rank]
         if tag is None:  # DeepSpeed warns that `latest` is missing
             return load_checkpoint(*given.args, **given.kwargs)
-        with_optimizer = bool(
-            call_arguments["load_optimizer_states"] and not call_arguments["load_module_only"]
-        )
-        call_arguments["tag"] = tag
-        _check_complete(self, directory / tag, with_optimizer)
         token = _tag.set(tag)
         try:
             loaded = load_checkpoint(*given.args, **given.kwargs)
@@ -547,7 +552,7 @@ def _check_complete(engine: Any, folder: Path, with_optimizer: bool) -> None:
         if not with_optimizer and not name.endswith("model_states.pt"):
             continue
         path = folder / name
-        if is_first and not path.exists():  # the other ranks detect it for the files that they load
+        if is_first and not path.exists():  # all ranks raise its error
             raise CheckpointError("the file is missing: the checkpoint is incomplete", str(path))
         if name.startswith(own_folder) and engine.zero_nvme_offload_optimizer():
             _compare(path, entry)
@@ -598,9 +603,7 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
         group.update({name: value for name, value in values.items() if name != "params"})
     optimizer._clear_fp32_optimizer_param_groups()
     swapped = _SwapFiles(optimizer, folder / _rank_folder(engine))
-    for param in (
-        optimizer.fp32_partitioned_groups_flat
-    ):  # clear all states before DeepSpeed prefetches one of them
+    for param in optimizer.fp32_partitioned_groups_flat:  # before DeepSpeed prefetches a state
         own.state[param].clear()
     optimizer.optimizer_swapper.purge_state()
     params = zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
@@ -663,9 +666,7 @@ class _SwapFiles:
                 str(folder),
             )
         self.ids = dict(zip(numbers, there, strict=True))
-        for name in (
-            names
-        ):  # DeepSpeed has copied all files, but does not use those with ids of another process
+        for name in names:  # DeepSpeed has copied those with ids of another process, too
             if _id_of(name) not in own:
                 (swaps / name).unlink(missing_ok=True)
 
@@ -730,8 +731,8 @@ def _wrap_read_weights(read: Callable[..., Any]) -> Callable[..., Any]:
     return get_weights
 
 
-def _read_list(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's list, or an empty dict if there is none."""
+def _files_in_list(folder: Path) -> _Entries:
+    """Return the files of a checkpoint from its list; an empty dict if the list is missing."""
     path = folder / LIST_NAME
     try:
         content: dict[str, Any] = json.loads(path.read_text())
@@ -741,15 +742,8 @@ def _read_list(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"it is damaged ({error})", str(path)) from None
     if version != _VERSION:
-        raise CheckpointError(
-            f"it was written by a newer tensorferry (version {version!r})", str(path)
-        )
-    return content
-
-
-def _files_in_list(folder: Path) -> _Entries:
-    """Return the files of a checkpoint from its list; an empty dict if the list is missing."""
-    content = _read_list(folder)
+        reason = f"it was written by a newer tensorferry (version {version!r})"
+        raise CheckpointError(reason, str(path))
     if content.get(_UNFINISHED):
         raise CheckpointError("the save of this checkpoint was not completed", str(folder))
     return dict(content.get("files", {}))
