@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -733,6 +736,25 @@ def test_without_obstore_the_extra_is_named_and_nothing_else_imports_it(
         [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, timeout=300
     )
     assert "tensorferry[remote]" in done.stdout, done.stderr
+
+
+def test_the_mirrors_process_ends_with_its_input_in_the_middle_of_a_line(
+    directory: pathlib.Path,
+) -> None:
+    local = required.module("obstore.store").LocalStore(directory)
+    store = base64.b64encode(pickle.dumps(local)).decode()
+    settings = {"store": store, "prefix": "", "rate": None, "keep_last": None, "keep_every": None}
+    # The process that it watches for the end does not end.
+    settings |= {"patience": 1.0, "alive": 1.0, "rank": 0, "process": os.getpid()}
+    program = "from tensorferry.checkpoint.mirror.process import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=f'{json.dumps(settings)}\n{{"step": ',
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_the_mirrors_process_imports_no_torch(directory: pathlib.Path) -> None:

@@ -76,11 +76,7 @@ class Bucket:
             found = obstore.get(self.store, self.key(key))
         except FileNotFoundError:
             return None
-        version: UpdateVersion = {}
-        if found.meta["e_tag"]:
-            version["e_tag"] = found.meta["e_tag"]
-        if found.meta["version"]:
-            version["version"] = found.meta["version"]
+        version: Any = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]}
         return bytes(found.bytes()), version
 
     def write(self, key: str, content: bytes, mode: PutMode = "overwrite") -> None:
@@ -198,10 +194,10 @@ class Bucket:
             for each in self.read_record(step, save, name)["objects"]
         }
         going = listed.difference(names_in(found[0]) if found else ())
-        self.delete(f"{name_of(step)}/{name}" for name in sorted(going))
-        first = rank_record(0)
-        self.delete(_record(step, save, name) for name in names if name != first)
-        self.delete(_record(step, save, name) for name in names if name == first)
+        self.delete(object_key(step, name) for name in sorted(going))
+        first = {rank_record(0)}
+        for records in ({*names} - first, {*names} & first):
+            self.delete(_record(step, save, name) for name in sorted(records))
 
     def set_aside(self, step: int, save: str) -> None:
         """Remove a checkpoint's ``.metadata``, and keep its other objects."""
@@ -222,7 +218,12 @@ class Bucket:
 
 def metadata_key(step: int) -> str:
     """Return the key of the object that makes a step's folder a checkpoint."""
-    return f"{name_of(step)}/{METADATA_NAME}"
+    return object_key(step, METADATA_NAME)
+
+
+def object_key(step: int, name: str) -> str:
+    """Return the key of an object of a checkpoint."""
+    return f"{name_of(step)}/{name}"
 
 
 def id_of(metadata: bytes) -> str:

@@ -60,15 +60,10 @@ class Mirror:
     ) -> None:
         self._store, self._prefix = _store(where)
         self._name = where if isinstance(where, str) else f"{where[0]!r}, {where[1]!r}"
-        self._settings = {
-            "store": _pickled(self._store),
-            "prefix": self._prefix,
-            "rate": rate,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "patience": _PATIENCE_SECONDS,
-            "alive": _ALIVE_SECONDS,
-        }
+        store = _pickled(self._store)
+        self._settings: dict[str, Any] = {"store": store, "prefix": self._prefix, "rate": rate}
+        self._settings |= {"keep_last": keep_last, "keep_every": keep_every}
+        self._settings |= {"patience": _PATIENCE_SECONDS, "alive": _ALIVE_SECONDS}
         # The step and number of the last go_back(). Every job has them until one of these jobs is in the bucket.
         self._back_to: tuple[int, int] | None = None
         self._numbers = itertools.count(1)
@@ -89,13 +84,9 @@ class Mirror:
         """Start to mirror a checkpoint. Failures are not raised here, but reported later."""
         self._notes = self.problems()
         self._is_first = rank == 0
-        job: dict[str, Any] = {
-            "step": step,
-            "replace": replace,
-            "damaged": damaged,
-            "back_to": self._back_to,
-        }
-        job |= {"number": next(self._numbers), "path": os.path.abspath(path)}  # noqa: PTH100
+        job: dict[str, Any] = {"step": step, "replace": replace, "damaged": damaged}
+        job |= {"number": next(self._numbers), "back_to": self._back_to}
+        job["path"] = os.path.abspath(path)  # noqa: PTH100
         for _ in range(2):  # a process that has ended is replaced once
             try:
                 if self._process is None:

@@ -31,6 +31,7 @@ from tensorferry.checkpoint.mirror.bucket import (
     id_of,
     metadata_key,
     names_in,
+    object_key,
     rank_of,
     rank_record,
 )
@@ -73,10 +74,11 @@ class Save:
 class Follower:
     """The work of a rank's process; the first rank's process has a :class:`Leader` instead."""
 
-    def __init__(self, bucket: Bucket, rank: int, rate: int | None, patience: float) -> None:
-        self._bucket, self._rank, self._patience = bucket, rank, patience
-        self._record = rank_record(rank)
-        self._throttle = Throttle(rate, self._pause)
+    def __init__(self, bucket: Bucket, settings: dict[str, Any]) -> None:
+        self._bucket, self._settings = bucket, settings
+        self._rank, self._patience = settings["rank"], settings["patience"]
+        self._record = rank_record(self._rank)
+        self._throttle = Throttle(settings["rate"], self._pause)
         self._jobs: list[dict[str, Any]] = []
         self._jobs_changed = threading.Condition()
         self._stopped = threading.Event()
@@ -173,11 +175,12 @@ class Follower:
             raise
         except Exception as error:
             self._stop_refreshing()
-            send(step, job["number"], "failed", describe_error(error))
+            why = describe_error(error)
+            send(step, job["number"], "failed", why)
             with contextlib.suppress(*FAILURES):
-                objects = self._bucket.read_record(step, save_id, self._record)["objects"]
-                why = {"state": "failed", "why": describe_error(error)}
-                self._bucket.write_record(step, save_id, self._record, objects=objects, **why)
+                record = self._bucket.read_record(step, save_id, self._record)
+                record |= {"state": "failed", "why": why}
+                self._bucket.write_record(step, save_id, self._record, **record)
         for _ in self._pauses():
             with contextlib.suppress(*FAILURES):
                 records = self._bucket.records_of(step, save_id)
@@ -193,20 +196,18 @@ class Follower:
         began = time.monotonic()
         names = [name for name in save.names if rank_of(name) == self._rank]
         own = {name: (save.path / name).stat().st_size for name in names}
-        outcome_fields: dict[str, Any] = {"objects": own, "state": "begun"}
+        record: dict[str, Any] = {"objects": own, "state": "begun"}
 
         def signs() -> None:
-            seconds = time.monotonic() - began  # makes each record differ, as a sign of life
-            self._bucket.write_record(
-                step, save.id, self._record, **outcome_fields, seconds=seconds
-            )
+            record["seconds"] = time.monotonic() - began  # a sign of life: each record differs
+            self._bucket.write_record(step, save.id, self._record, **record)
 
         self._write_signs = signs
         self._refresh_record()
         for name in names:
-            key = f"{name_of(step)}/{name}"
+            key = object_key(step, name)
             own[name] = upload(self._bucket, save.path / name, key, self._throttle)
-        outcome_fields["state"] = "done"
+        record["state"] = "done"
         self._refresh_record()
         return own
 
@@ -214,12 +215,10 @@ class Follower:
 class Leader(Follower):
     """The work of the first rank's process."""
 
-    def __init__(
-        self, *settings: Any, keep_last: int | None, keep_every: int | None, alive: float
-    ) -> None:
-        super().__init__(*settings)
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self._alive = timedelta(seconds=alive)
+    def __init__(self, bucket: Bucket, settings: dict[str, Any]) -> None:
+        super().__init__(bucket, settings)
+        self._keep_last, self._keep_every = settings["keep_last"], settings["keep_every"]
+        self._alive = timedelta(seconds=settings["alive"])
         self._tidied = False  # whether all leftovers of dead processes have been removed
         self._current_save: tuple[int, str] | None = None
         self._last_back_to: Any = None  # of the last job that had a "back_to"
@@ -247,8 +246,8 @@ class Leader(Follower):
                 if self._current_save is not None:
                     self._bucket.abandon(*self._current_save, 0)
         else:
-            outcome_fields = {"notes": notes, "back_to": job["back_to"]}
-            send(job["step"], job["number"], "mirrored", **outcome_fields)
+            more = {"notes": notes, "back_to": job["back_to"]}
+            send(job["step"], job["number"], "mirrored", **more)
 
     def _mirror(self, job: dict[str, Any]) -> list[str]:
         """Upload and commit a save; return messages about problems that do not make the save fail."""
@@ -334,7 +333,7 @@ class Leader(Follower):
         """Check that the bucket has every object to which the metadata will refer."""
         there = {key: meta["size"] for key, meta in self._bucket.objects(name_of(step))}
         for name in save.names:
-            key = f"{name_of(step)}/{name}"
+            key = object_key(step, name)
             if name not in objects or there.get(key) != objects[name]:
                 has = f"has {there[key]} bytes" if key in there else "is missing"
                 expected = f"{objects[name]} bytes" if name in objects else "no rank uploaded it"
@@ -365,12 +364,12 @@ class Leader(Follower):
         for each, save, is_aside in self._bucket.manifests():
             if each > back_to and each not in kept and not is_aside:
                 self._bucket.set_aside(each, save)
-        if left := [each for each in self._bucket.steps() if each > back_to and each not in kept]:
-            return [
-                f"steps {left} are newer than step {back_to}, which was restored, and restore() will prefer them: no "
-                "mirror made them"
-            ]
-        return []
+        left = [each for each in self._bucket.steps() if each > back_to and each not in kept]
+        note = (
+            f"steps {left} are newer than step {back_to}, which was restored, and restore() will prefer them: no "
+            "mirror made them"
+        )
+        return [note] if left else []
 
     def _remove_superfluous(self, step: int, keep_last: int, damaged: list[int]) -> None:
         """Remove superfluous checkpoints that mirrors made, and those that were set aside."""
@@ -398,20 +397,13 @@ def main() -> None:
     _lower_priority()
     settings = json.loads(sys.stdin.readline())
     store = pickle.loads(base64.b64decode(settings["store"]))
-    common = (
-        Bucket(store, settings["prefix"]),
-        settings["rank"],
-        settings["rate"],
-        settings["patience"],
-    )
-    follower = Follower(*common)
-    if settings["rank"] == 0:
-        more = {name: settings[name] for name in ("keep_last", "keep_every", "alive")}
-        follower = Leader(*common, **more)
+    kind = Follower if settings["rank"] else Leader
+    follower = kind(Bucket(store, settings["prefix"]), settings)
 
     def listen() -> None:
-        for line in sys.stdin:
-            follower.add_job(json.loads(line))
+        with contextlib.suppress(ValueError):  # the training has ended in the middle of a line
+            for line in sys.stdin:
+                follower.add_job(json.loads(line))
         end()
 
     def watch() -> None:  # needed because a forked child of the training may keep the pipe open
