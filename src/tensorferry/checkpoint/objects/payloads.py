@@ -152,21 +152,19 @@ class ArchiveDirectory:
         buffers = [bytearray(record.end - record.header) for record in records]
         if not records:
             return []
-        begin = at = records[0].header
+        at = records[0].header
         segments: list[Any] = []
         for record, buffer in zip(records, buffers, strict=True):
             segments += [record.header - at, buffer]
             at = record.end
         with self.reopen() as file:
-            file.read(segments, begin)
+            file.read(segments, records[0].header)
+        contents = []
         for record, buffer in zip(records, buffers, strict=True):
-            view = memoryview(buffer)
-            self.check_header(record, view)
-            self.check_crc(record, crc32(view[record.begin - record.header :]))
-        return [
-            bytes(memoryview(buffer)[record.begin - record.header :])
-            for record, buffer in zip(records, buffers, strict=True)
-        ]
+            self.check_header(record, memoryview(buffer))
+            contents.append(bytes(memoryview(buffer)[record.begin - record.header :]))
+            self.check_crc(record, crc32(contents[-1]))
+        return contents
 
     def check_header(self, record: Record, header: memoryview) -> None:
         """Compare a record's local header, at the beginning of the view, with the directory."""
@@ -183,13 +181,8 @@ class ArchiveDirectory:
 
     def damage_error(self, record: Record, problem: str) -> CheckpointError:
         """Return the error for a damaged record."""
-        return CheckpointError(
-            f"damaged: {problem}",
-            self.path,
-            names=(record.name,),
-            begin=record.header,
-            end=record.end,
-        )
+        where: Any = {"names": (record.name,), "begin": record.header, "end": record.end}
+        return CheckpointError(f"damaged: {problem}", self.path, **where)
 
     def _record(self, entry: zipfile.ZipInfo, end: int) -> Record:
         """Locate an entry's data: they end, together with the descriptor, where the next record begins."""

@@ -187,56 +187,51 @@ def load(
                 "it is a safetensors file (remedy: load it with tensorferry.safetensors.torch.load_file)",
                 text,
             )
-        if not begin.startswith(b"PK\3\4"):
+        if begin.startswith(b"PK\3\4"):
+            directory = ArchiveDirectory(text, file)
+            if directory.foreign:
+                directory.check_all()
+            by_torch = directory.foreign or mmap
             if weights_only:
-                _screen_old(text, file)
-            file.seek(0)
-            return torch.load(torchs, mmap=mmap, **options)
-        directory = ArchiveDirectory(text, file)
-        if directory.foreign:
-            directory.check_all()
-        if weights_only:
-            _screen(text, directory, torchs if directory.foreign or mmap else None)
-        if directory.foreign or mmap:
-            file.seek(0)
-            return torch.load(torchs, mmap=mmap, **options)
-        with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
-            if callable(map_location):
-                options["map_location"] = loading.map_location_with(map_location)
-            return torch.load(loading.path, mmap=True, **options)
+                _screen(text, _pickles_in(directory, torchs if by_torch else None))
+            if not by_torch:
+                with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
+                    if callable(map_location):
+                        options["map_location"] = loading.map_location_with(map_location)
+                    return torch.load(loading.path, mmap=True, **options)
+        elif weights_only:
+            with _whole(text, file) as data:
+                # A file of the format before torch 1.6 begins with five pickles, which payloads follow.
+                _screen(text, [data], count=5)
+        file.seek(0)
+        return torch.load(torchs, mmap=mmap, **options)
 
 
-def _screen(path: str, directory: ArchiveDirectory, torchs: Any) -> None:
-    """Refuse a pickle that would crash torch.load(weights_only=True)."""
-    found = [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
+def _screen(path: str, pickles: list[Any], count: int = 1) -> None:
+    """Refuse pickles that would crash torch.load(weights_only=True)."""
     try:
-        # torch reads the file itself, and may find another record than zipfile.
-        if torchs is not None:
-            found = [torch._C.PyTorchFileReader(torchs).get_record("data.pkl")]
-        for pickled in found:
-            screen(pickled)
+        for pickled in pickles:
+            screen(pickled, count)
     except MalformedError as error:
         raise CheckpointError(f"its pickle is damaged ({error})", path) from None
+
+
+def _pickles_in(directory: ArchiveDirectory, torchs: Any) -> list[bytes]:
+    """Return the pickle that torch finds if it reads the archive itself, which may be another one than zipfile's."""
+    if torchs is None:
+        return [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
+    try:
+        return [torch._C.PyTorchFileReader(torchs).get_record("data.pkl")]
     except RuntimeError:  # torch.load will raise its own error
-        return
+        return []
 
 
-def _screen_old(path: str, file: BinaryIO) -> None:
-    """Refuse pickles that would crash torch.load(weights_only=True) in the format before torch 1.6.
-
-    A file of that format begins with five pickles, which payloads follow.
-    """
-    with contextlib.ExitStack() as stack:
-        if is_url(path):
-            file.seek(0)
-            data: Any = file.read()
-        else:
-            mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
-            data = stack.enter_context(mapped)
-        try:
-            screen(data, 5)
-        except MalformedError as error:
-            raise CheckpointError(f"its pickle is damaged ({error})", path) from None
+def _whole(path: str, file: BinaryIO) -> Any:
+    """Return a context manager of all bytes of a file, mapped if possible."""
+    if is_url(path):
+        file.seek(0)
+        return contextlib.nullcontext(file.read())
+    return mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
 
 
 @contextlib.contextmanager
