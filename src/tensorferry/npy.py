@@ -345,9 +345,7 @@ def _stored_array(
         )
     if any(type(length) is not int or length < 0 for length in shape):
         raise ValueError(f"array {name!r} has the invalid shape {shape}")
-    if (
-        dtype.subdtype is not None
-    ):  # such elements add dimensions to an array that the shape does not include
+    if dtype.subdtype is not None:  # such elements add dimensions that the shape does not include
         raise ValueError(
             f"array {name!r} has arrays as elements (dtype {dtype}), which is not supported"
         )

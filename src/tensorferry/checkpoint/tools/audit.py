@@ -6,6 +6,7 @@ zip archive, and its records have checksums that torch itself never checks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -62,12 +63,9 @@ def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list
     found: dict[str, Entry] = {}
     for file in metadata_files(path):
         for entry in entries_of(read_metadata(file, trust_pickle=trust_pickle)):
-            other = found.get(entry.name)
-            if other is not None:  # each rank's metadata has that rank's shards
-                entry = Entry(
-                    entry.name, entry.dtype, entry.shape, entry.nbytes, other.shards + entry.shards
-                )
-            found[entry.name] = entry
+            # Each rank's metadata has that rank's shards.
+            others = found[entry.name].shards if entry.name in found else ()
+            found[entry.name] = dataclasses.replace(entry, shards=others + entry.shards)
     return [found[name] for name in sorted(found)]
 
 

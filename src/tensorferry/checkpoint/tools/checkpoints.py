@@ -78,12 +78,9 @@ def find_source(path: str, *, trust_pickle: bool) -> ConversionSource:
         verify(path, trust_pickle=trust_pickle).require_sound()
     if partly := tuple(incomplete(metadata)):
         raise CheckpointError("parts of it are missing or overlap", path, names=partly)
-    tensors, others = {}, []
-    for name, described in metadata.state_dict_metadata.items():
-        if isinstance(described, TensorStorageMetadata):
-            tensors[name] = described
-        else:
-            others.append(name)
+    described = metadata.state_dict_metadata.items()
+    tensors = {name: one for name, one in described if isinstance(one, TensorStorageMetadata)}
+    others = [name for name, _ in described if name not in tensors]
     metadata_texts: dict[str, str] = {}
     if METADATA in others and (text := _text_of(METADATA, contents)) is not None:
         others.remove(METADATA)

@@ -104,9 +104,7 @@ def _items(value: Any) -> Any:
 def _lost_names(name: str, value: Any, depth: int, path: str, *, is_traversed: bool) -> list[str]:
     """Return the names of objects in a container that would be lost if only tensors were kept."""
     if depth >= _MAX_DEPTH:
-        reason = (
-            f"it is nested in more than {_MAX_DEPTH} containers, and its contents would be lost"
-        )
+        reason = f"it is nested in more than {_MAX_DEPTH} containers, and would be lost"
         raise CheckpointError(reason, path, names=(name,))
     if type(value) is Placeholder and value.called.startswith(_TENSOR_MAKERS):
         reason = f"it is an unknown kind of tensor (created by {value.called})"
@@ -138,9 +136,8 @@ def _placeholder(*arguments: Any, called: str = "") -> Placeholder:
 def _with_parts(instance: Any, *more: Any) -> Any:
     """Return ``instance`` if it is a tensor without more parts, otherwise a placeholder for it and its parts."""
     more = tuple(each for each in more if each)
-    return (
-        _placeholder(instance, *more) if more or type(instance) is not PickledTensor else instance
-    )
+    is_plain = type(instance) is PickledTensor and not more
+    return instance if is_plain else _placeholder(instance, *more)
 
 
 def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
@@ -149,11 +146,7 @@ def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
 
 def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Replace _rebuild_from_type_v2, which creates subclasses of tensors, and tensors with attributes."""
-    if (
-        type(function) is not Constructor
-        or type(arguments) is not tuple
-        or type(kind) is not Constructor
-    ):
+    if (type(function), type(kind), type(arguments)) != (Constructor, Constructor, tuple):
         raise MalformedError("a tensor created by an object that cannot be called")
     if type(state) is dict:
         state = {key: value for key, value in state.items() if key not in _OF_BUFFERS}
@@ -166,11 +159,8 @@ class _TreeNames(dict[str, Constructor]):
     def get(self, name: str, default: Any = None) -> Any:
         if isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype):
             return default  # the unpickler resolves dtypes without this table
-        return (
-            self[name]
-            if name in self
-            else Constructor(name, functools.partial(_placeholder, called=name))
-        )
+        known = super().get(name)
+        return known or Constructor(name, functools.partial(_placeholder, called=name))
 
 
 def _dict(*arguments: Any) -> Any:
