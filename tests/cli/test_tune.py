@@ -116,7 +116,7 @@ def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
         assert str(place.store) in shown
     for folders in ([], [place.folder, place.folder.parent, place.folder]):
         (found,) = json.loads(place.run("--show", "--json", *folders).stdout)
-        assert found["settings"] == dataclasses.asdict(BAD)
+        assert found["settings"] == BAD._asdict()
     assert "(read host)" in place.run("--forget", place.folder).stdout
     assert not place.store.exists()
     assert place.run("--forget", "--json").stdout == "[]\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json as json_text
 import warnings
@@ -276,7 +275,7 @@ def _show(console: Console, folders: list[Path], *, as_json: bool) -> None:
         systems = [profiles.file_system_of(folder) for folder in folders]
         kept = [each for each in kept if any(map(each.file_system.is_same, systems))]
     if as_json:
-        print_json([dataclasses.asdict(each) for each in kept])
+        print_json([each.as_dict() for each in kept])
         return
     if not kept:
         say(console, printable(f"no settings are stored in {store}"))
@@ -314,7 +313,7 @@ def _forget(console: Console, folders: list[Path], *, as_json: bool) -> None:
         words = getattr(problem, "strerror", None) or problem
         raise ExitError(FAILED, [f"{store}: {words}"]) from None
     if as_json:
-        print_json([dataclasses.asdict(each) for each in removed])
+        print_json([each.as_dict() for each in removed])
         return
     if not removed:
         say(console, printable(f"no settings are stored in {store}"))
