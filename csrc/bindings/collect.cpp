@@ -18,7 +18,7 @@
 #include <span>
 #include <string>
 
-#include "bindings/without_gil.h"
+#include "bindings/python.h"
 #include "transfer/gather.h"
 
 namespace nb = nanobind;
@@ -320,7 +320,7 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
     if (gap >= 0) {
       found = {0, static_cast<uint64_t>(gap), nb::none()};
     } else if (!plain.find(array.ptr(), found)) {
-      nb::object checked = check(index, array);
+      nb::object checked = call_python(check, index, array);
       found = {nb::cast<uintptr_t>(checked[0]), nb::cast<uint64_t>(checked[1]), nb::object(checked[2])};
       location = nb::cast<std::optional<Location>>(checked[3]);
       if (found.address == 0 && found.nbytes > 0) throw nb::value_error("array: one of the items has the address 0");
@@ -473,7 +473,7 @@ nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
       owners.append(found.owner);
       locations.append(nb::none());
     } else {
-      nb::object checked = check(index, item);
+      nb::object checked = call_python(check, index, item);
       paths.append(checked[0]);
       addresses.append(checked[1]);
       sizes.append(checked[2]);

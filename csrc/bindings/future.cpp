@@ -2,6 +2,7 @@
 
 #include <errno.h>
 
+#include <atomic>
 #include <utility>
 
 #include "bindings/python.h"
@@ -9,13 +10,27 @@
 namespace tensorferry {
 namespace {
 
-// Look up a Python object once. It is never freed, because its destructor would run after the interpreter has ended.
-nb::object& kept(const char* module, const char* name) {
-  return *new nb::object(nb::module_::import_(module).attr(name));
-}
+// An attribute of a module, looked up once and never freed. It must be `static constinit`. A function-local static with
+// an initializer would import while it holds the guard of C++, and hang if the import releases the GIL to a thread that
+// then waits for the guard.
+class Kept {
+ public:
+  constexpr Kept(const char* module, const char* name) : module_(module), name_(name) {}
 
-// An attribute of the module tensorferry.transfer.futures, mostly a function.
-nb::object in_futures(const char* name) { return nb::module_::import_("tensorferry.transfer.futures").attr(name); }
+  nb::handle get() {
+    PyObject* found = object_.load(std::memory_order_acquire);
+    if (found == nullptr) {
+      nb::object own = imported(module_, name_);
+      if (object_.compare_exchange_strong(found, own.ptr(), std::memory_order_acq_rel)) found = own.release().ptr();
+    }
+    return found;
+  }
+
+ private:
+  const char* const module_;
+  const char* const name_;
+  std::atomic<PyObject*> object_{nullptr};
+};
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
@@ -28,7 +43,8 @@ nb::object attribute(nb::handle object, PyObject* name) {
 // Call a method with at most one argument.
 nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr) {
   PyObject* const arguments[] = {object.ptr(), argument};
-  PyObject* const found = PyObject_VectorcallMethod(name, arguments, argument ? 2 : 1, nullptr);
+  PyObject* const found =
+      until_exit([&] { return PyObject_VectorcallMethod(name, arguments, argument ? 2 : 1, nullptr); });
   if (found == nullptr) throw nb::python_error();
   return nb::steal(found);
 }
@@ -48,13 +64,13 @@ nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr)
 nb::object line_of_caller() {
   static PyObject* const file_name = interned("co_filename");
   static PyObject* const caller = interned("f_back");
-  static const nb::object& package = kept("tensorferry.base.caller_warnings", "PACKAGE");
+  static constinit Kept package("tensorferry.base.caller_warnings", "PACKAGE");
   nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame.is_valid() && !frame.is_none()) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
     const nb::object name = attribute(code, file_name);
-    if (PyUnicode_Tailmatch(name.ptr(), package.ptr(), 0, PY_SSIZE_T_MAX, -1) == 0) {
+    if (PyUnicode_Tailmatch(name.ptr(), package.get().ptr(), 0, PY_SSIZE_T_MAX, -1) == 0) {
       return nb::make_tuple(name, PyFrame_GetLineNumber(raw));
     }
     frame = attribute(frame, caller);
@@ -72,15 +88,15 @@ nb::object listener_of(const nb::object& loop) {
     uint64_t generation = 0;
   };
   static Last& last = *new Last;
-  static const nb::object& reference = kept("weakref", "ref");
+  static constinit Kept reference("weakref", "ref");
   nb::object known, listener;
   {
     nb::ft_lock_guard guard(last.mutex);
     if (last.generation == fork_generation()) known = last.loop, listener = last.listener;
   }
   if (known.is_valid() && known().is(loop)) return listener;
-  listener = in_futures("_listener_of")(loop);
-  known = reference(loop);
+  listener = call_python(imported("tensorferry.transfer.futures", "_listener_of"), loop);
+  known = reference.get()(loop);
   nb::object other = listener;
   nb::ft_lock_guard guard(last.mutex);
   std::swap(last.loop, known);
@@ -162,6 +178,7 @@ PyFuture::PyFuture(nb::object array, nb::object keep) : array_(std::move(array))
 
 PyFuture::~PyFuture() {
   Unseen::get().remove(*this);
+  const nb::error_scope others;  // preserves an exception that is in flight on this thread
   try {
     warn_if_unseen();
   } catch (nb::python_error& error) {
@@ -173,8 +190,8 @@ PyFuture::~PyFuture() {
 }
 
 nb::object PyFuture::of_plain(nb::handle array, const PlainArray& memory) {
-  static const nb::object& type = *new nb::object(in_futures("Future"));
-  nb::object future = nb::inst_alloc(type);
+  static constinit Kept type("tensorferry.transfer.futures", "Future");
+  nb::object future = nb::inst_alloc(type.get());
   auto* const core = new (nb::inst_ptr<PyFuture>(future)) PyFuture(nb::borrow(array), nb::object());
   nb::inst_mark_ready(future);
   core->plain_ = memory;
@@ -210,7 +227,7 @@ void PyFuture::note_caller() {
 
 bool PyFuture::is_over() const {
   if (request_) return request_->done();
-  return several_.is_valid() && nb::cast<bool>(several_.attr("done")());
+  return several_.is_valid() && nb::cast<bool>(call_python(several_.attr("done")));
 }
 
 bool PyFuture::done() {
@@ -230,7 +247,7 @@ void PyFuture::cancel_request() {
   if (request_) {
     request_->core->cancel();
   } else {
-    several_.attr("cancel")();
+    (void)call_python(several_.attr("cancel"));
   }
 }
 
@@ -242,7 +259,7 @@ bool PyFuture::was_cancelled(nb::handle exception) const {
 }
 
 nb::object PyFuture::failure() const {
-  return request_ ? request_->exception() : nb::object(several_.attr("exception")());
+  return request_ ? request_->exception() : call_python(several_.attr("exception"));
 }
 
 // Return the outcome of a transfer that has ended. All callers, on any thread, get the same object.
@@ -256,11 +273,11 @@ nb::object PyFuture::settle() {
   }
   found = failure();
   if (found.is_none() && plain && is_moved(*plain)) {
-    found =
-        nb::module_::import_("tensorferry.errors").attr("memory_moved")(about_->what, about_->offset, about_->nbytes);
+    const nb::object moved = imported("tensorferry.errors", "memory_moved");
+    found = call_python(moved, about_->what, about_->offset, about_->nbytes);
   }
-  if (found.is_none() && check.is_valid()) found = check();
-  if (found.is_none() && deliver.is_valid()) found = deliver();
+  if (found.is_none() && check.is_valid()) found = call_python(check);
+  if (found.is_none() && deliver.is_valid()) found = call_python(deliver);
   nb::ft_lock_guard guard(mutex_);
   if (!std::exchange(settled_, true)) {
     exception_ = std::move(found);
@@ -280,8 +297,8 @@ void PyFuture::seen() {
 nb::object PyFuture::exception(std::optional<double> timeout_seconds) {
   if (!is_over()) {
     check_process();
-    const bool over =
-        request_ ? request_->wait(timeout_seconds) : nb::cast<bool>(several_.attr("wait")(nb::cast(timeout_seconds)));
+    const bool over = request_ ? request_->wait(timeout_seconds)
+                               : nb::cast<bool>(call_python(several_.attr("wait"), timeout_seconds));
     if (!over) {
       const nb::str text = nb::str("the transfer has not ended within {} seconds").format(nb::cast(timeout_seconds));
       raise_error(PyExc_TimeoutError, text.c_str());
@@ -319,17 +336,19 @@ nb::object PyFuture::step() {
 }
 
 void PyFuture::raise_in_coroutine(const nb::args& arguments) {
+  if (arguments.size() == 0) raise_error(PyExc_TypeError, "throw() needs an exception");
   nb::object error = arguments[0];
-  if (PyType_Check(error.ptr())) error = error();
+  if (PyType_Check(error.ptr())) error = call_python(error);
+  if (!PyExceptionInstance_Check(error.ptr())) raise_error(PyExc_TypeError, "throw() needs an exception");
   if (nb::isinstance(error, nb::module_::import_("asyncio").attr("CancelledError"))) (void)cancel();
   raise_object(error);
 }
 
 nb::object PyFuture::waiter() {
-  static const nb::object& running_loop = kept("asyncio", "get_running_loop");
+  static constinit Kept running_loop("asyncio", "get_running_loop");
   static PyObject* const create_future = interned("create_future");
   check_process();
-  const nb::object loop = running_loop();
+  const nb::object loop = running_loop.get()();
   nb::object found = call(loop, create_future);
   const nb::object listener = listener_of(loop);
   nb::inst_ptr<PyLoopListener>(listener)->add(*this, found);
@@ -365,7 +384,7 @@ void PyFuture::notify(const PyCompletionQueue& queue, uint64_t token) const {
     request_->check_process();
     request_->core->notify([queue = queue.core, token] { queue->push(token); });
   } else {
-    several_.attr("notify")(nb::cast(queue), token);
+    (void)call_python(several_.attr("notify"), nb::cast(queue), token);
   }
 }
 
@@ -382,20 +401,23 @@ void PyFuture::warn_if_unseen() {
       !(settled_ && !exception_.is_none())) {
     return;
   }
-  const nb::error_scope others;  // preserves an exception that is in flight on this thread
   if (nb::cast<bool>(nb::module_::import_("sys").attr("is_finalizing")()) || !is_over()) return;
   // `check` is not called: the array was returned to the caller long ago, and may have changed since.
   const nb::object found = settled_ ? exception_ : failure();
   if (found.is_none() || was_cancelled(found)) return;
-  nb::module_::import_("tensorferry.base.caller_warnings")
-      .attr("warn")(nb::str("the outcome of a failed transfer was never retrieved: {}").format(found), begun_at());
+  const nb::str text = nb::str("the outcome of a failed transfer was never retrieved: {}").format(found);
+  (void)call_python(imported("tensorferry.base.caller_warnings", "warn"), text, begun_at());
 }
 
 void PyFuture::warn_of_unseen() {
   while (const nb::object found = Unseen::get().take()) {
     auto* const one = nb::inst_ptr<PyFuture>(found);
-    one->warn_if_unseen();
     one->asked_ = true;
+    try {
+      one->warn_if_unseen();
+    } catch (nb::python_error& error) {  // where warnings are errors; the other futures warn as well
+      error.discard_as_unraisable(found);
+    }
   }
 }
 

@@ -3,10 +3,9 @@
 namespace tensorferry {
 
 nb::object exception_of(const Fault& fault) {
-  return nb::module_::import_("tensorferry.errors")
-      .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
-                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.damaged_nbytes,
-                             fault.hint, fault.refused);
+  return call_python(imported("tensorferry.errors", "storage_error"), fault.error_number, fault.operation,
+                     nb::bytes(fault.path.data(), fault.path.size()), fault.offset, fault.expected, fault.transferred,
+                     fault.end_of_file, fault.damaged_nbytes, fault.hint, fault.refused);
 }
 
 void raise(nb::object exception) {
@@ -17,7 +16,7 @@ void raise(nb::object exception) {
 void raise(const Fault& fault) { raise(exception_of(fault)); }
 
 void raise_unavailable(const std::string& reason) {
-  raise(nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError")(reason));
+  raise(call_python(imported("tensorferry.errors", "EngineUnavailableError"), reason));
 }
 
 void raise_forked(const char* what) {

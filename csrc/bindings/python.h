@@ -30,6 +30,18 @@ using std::chrono::milliseconds;
 // The interval at which a waiting thread checks for signals such as Ctrl-C.
 constexpr milliseconds signal_interval{40};
 
+// Call a Python object. Unlike nanobind's call operator, this may be the thread's last call: see until_exit().
+template <typename... Arguments>
+nb::object call_python(nb::handle function, const Arguments&... arguments) {
+  const nb::tuple all = nb::make_tuple(arguments...);
+  PyObject* const found = until_exit([&] { return PyObject_Call(function.ptr(), all.ptr(), nullptr); });
+  if (found == nullptr) throw nb::python_error();
+  return nb::steal(found);
+}
+
+// Return an attribute of a module, mostly a function of this package.
+inline nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
+
 // Create the exception of tensorferry.errors that describes a fault.
 nb::object exception_of(const Fault& fault);
 [[noreturn]] void raise(nb::object exception);

@@ -187,8 +187,8 @@ bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle off
                            {.write = write, .sync = sync, .background = background}, found->owner);
   if (request && !request->core->faults().empty()) raise(request->exception());
   if (is_moved(*found)) {
-    raise(nb::module_::import_("tensorferry.errors")
-              .attr("memory_moved")(nb::cast(file).attr("path"), *begin, found->nbytes));
+    const nb::object moved = imported("tensorferry.errors", "memory_moved");
+    raise(call_python(moved, nb::object(nb::cast(file).attr("path")), *begin, found->nbytes));
   }
   return true;
 }

@@ -446,6 +446,7 @@ Fault File::fault(const char* operation, int error_number) const {
 }
 
 std::string File::room() const {
+  if (!regular_) return "";  // a block device, whose node is on another file system
   struct statfs info;
   const int failed = ::fstatfs(descriptor(), &info);
   return told_room(failed, info);
@@ -524,8 +525,10 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
   int own = open_retrying(link_of(descriptor).c_str(), access | O_NOCTTY | O_NONBLOCK);
   if (own < 0) {
     const int reopen_error = errno;
-    if (reopen_error == EMFILE || reopen_error == ENFILE || (flags & (O_APPEND | O_DIRECT))) {
+    const bool is_needed = direct == DirectMode::always || (flags & (O_APPEND | O_DIRECT));
+    if (is_needed || reopen_error == EMFILE || reopen_error == ENFILE || reopen_error == EINTR) {
       fault.error_number = reopen_error;
+      if (direct == DirectMode::always) fault.hint = "direct=True needs a descriptor without the caller's flags";
       return fault;
     }
     own = counted(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));

@@ -12,10 +12,10 @@ static_assert(std::endian::native == std::endian::little, "the numbers in pickle
 
 constexpr uint32_t max_key_values = 256;
 
-// What is known of a value on the unpickler's stack: `text` is a string, `called` the result of a call or a global (a
-// class or function), `dict` an empty dict, `fields` a dict with string keys only, `mixed` any other dict, `pair` a
+// What is known of a value on the unpickler's stack: `text` is a string, `global` a class or function, `called` the
+// result of a call, `dict` an empty dict, `fields` a dict with string keys only, `mixed` any other dict, `pair` a
 // tuple of two values, `tuple` any other tuple, and `plain` is None, a bool, a number or bytes.
-enum class Kind : uint8_t { plain, text, called, dict, fields, mixed, list, pair, tuple };
+enum class Kind : uint8_t { plain, text, global, called, dict, fields, mixed, list, pair, tuple };
 
 struct Value {
   Kind kind;
@@ -28,6 +28,7 @@ bool is_dict(Kind kind) { return kind == Kind::dict || kind == Kind::fields || k
 
 constexpr Value plain{Kind::plain, 1};
 constexpr Value text{Kind::text, 1};
+constexpr Value global{Kind::global, 1};
 constexpr Value called{Kind::called, max_key_values + 1};
 
 // Simulates the stack, the marks and the memo of Python's unpickler, with Values in place of objects.
@@ -56,6 +57,12 @@ class Screen {
     at_ += sizeof found;
     *value = found;
     return true;
+  }
+
+  // A frame's length is a hint for reading ahead, but must lie within the data.
+  bool frame() {
+    uint64_t nbytes;
+    return number<uint64_t>(&nbytes) && nbytes <= data_.size() - at_;
   }
 
   template <class Length>
@@ -142,10 +149,10 @@ class Screen {
     return stack_.back().kind == Kind::called;
   }
 
-  bool global() {
+  bool find_global() {
     if (height() < 2) return false;
     stack_.pop_back();
-    stack_.back() = called;
+    stack_.back() = global;
     return true;
   }
 
@@ -163,12 +170,12 @@ bool Screen::step() {
     case 0x80:  // PROTO
       return at_ < data_.size() && data_[at_] <= 5 && skip(1);
     case 0x95:  // FRAME
-      return skip(8);
+      return frame();
     case 0x94:  // MEMOIZE
       if (height() == 0) return false;
       memo_.push_back(stack_.back());
-      // The memo has a copy of what is known now; a dict may get other keys before it is fetched.
-      if (is_dict(stack_.back().kind)) memo_.back().kind = Kind::mixed;
+      // The memo has a copy of what is known now. So a dict that is fetched may not get items, nor be a state.
+      if (is_dict(stack_.back().kind)) memo_.back().kind = Kind::plain;
       return true;
     case 0x68:  // BINGET
       return get<uint8_t>();
@@ -223,7 +230,7 @@ bool Screen::step() {
     case 0x61:  // APPEND
       return append(1);
     case 0x93:  // STACK_GLOBAL
-      return global();
+      return find_global();
     case 0x52:  // REDUCE
       return call();
     case 0x81:  // NEWOBJ

@@ -64,7 +64,8 @@ struct Prepared {
   // The items that get no transfer: their positions in the call, and why.
   std::vector<std::pair<size_t, Fault>> refused;
   // A fault that refuses the whole call, because it concerns all items (no CUDA driver) or is temporary (too many open
-  // descriptors, an interruption by a signal).
+  // descriptors, an interruption by a signal). Then there are no transfers and no refused items, the request is as it
+  // was, and the items may be prepared again.
   std::optional<Fault> fault;
 };
 

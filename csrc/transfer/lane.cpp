@@ -14,7 +14,7 @@ namespace tensorferry {
 namespace {
 
 constexpr size_t max_waiting = 32;  // helpers for jobs_: as many as the threads engine has threads
-constexpr size_t max_helpers = 8;   // helpers for syncs_, and as many for streams_
+constexpr size_t max_helpers = 8;   // helpers for waits_, and as many for syncs_ and for streams_
 
 }  // namespace
 
@@ -120,6 +120,7 @@ Lane::Lane(Lanes& lanes, uint64_t device)
     : lanes_(lanes),
       device_(device),
       jobs_("tensorferry-job", max_waiting),
+      waits_("tensorferry-job", max_helpers),
       syncs_("tensorferry-job", max_helpers),
       streams_("tensorferry-job", max_helpers) {}
 
@@ -136,17 +137,17 @@ std::shared_ptr<BouncePool> Lane::pool() {
 }
 
 void Lane::stop() {
-  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->stop();
+  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->stop();
   std::lock_guard lock(mutex_);
   pool_.reset();  // a closed scheduler that is still referenced must not hold memory
 }
 
 void Lane::abandon() {
-  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->abandon();
+  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->abandon();
 }
 
 void Lane::let_end() {
-  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->let_end();
+  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->let_end();
 }
 
 }  // namespace tensorferry

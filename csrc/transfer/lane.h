@@ -82,6 +82,9 @@ class Lane {
 
   // Post a job that opens, closes or truncates a file, pauses, or does buffered I/O that would block the engine.
   void help(Helpers::Job job) { jobs_.post(std::move(job)); }
+  // Post a job that may wait for bounce memory until a worker's blocks release it. Such jobs have separate threads: the
+  // blocks may be waiting for a thread of help().
+  void help_to_wait(Helpers::Job job) { waits_.post(std::move(job)); }
   // Post a sync. Syncs have separate threads, because many may run at once and each may take long.
   void help_to_sync(Helpers::Job job) { syncs_.post(std::move(job)); }
   // Post a job of a stream (stream.h), which copies memory, computes checksums and submits full buffers. Streams have
@@ -106,6 +109,7 @@ class Lane {
   std::shared_ptr<Queue> queue_;
   std::shared_ptr<BouncePool> pool_;
   Helpers jobs_;
+  Helpers waits_;
   Helpers syncs_;
   Helpers streams_;
   friend class Scheduler;

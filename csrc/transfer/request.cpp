@@ -248,6 +248,7 @@ bool Request::settle_files() {
     std::lock_guard lock(mutex_);
     directories.swap(directories_);
   }
+  const InterruptionsReturned by_nobody(false);  // an interrupted sync of a directory would be recorded as a fault
   for (const auto& [directory, uses] : directories) sync_names(directory, uses);
   change([this](auto&) {
     by_caller_ = false;

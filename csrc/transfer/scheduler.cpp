@@ -210,7 +210,7 @@ void Scheduler::drop(WorkBlock& block) {
 void Scheduler::end_transfer(const std::shared_ptr<Transfer>& transfer) {
   transfer->finish();
   if (!transfer->fault() || !transfer->joined()) return tell_request(transfer);
-  transfer->lane()->help([self = shared_from_this(), transfer] {
+  transfer->lane()->help_to_wait([self = shared_from_this(), transfer] {
     self->move_singly(*transfer);
     self->tell_request(transfer);
   });
@@ -435,10 +435,11 @@ bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::mi
     const Step step = block.transfer->prepare(block, nullptr, statistics_);
     // A hung transfer may hold the bounce memory forever, so a helper waits for the memory in place of the caller.
     if (step == Step::wait_for_memory) {
-      transfer->lane()->help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
-        self->drive(*block);
-        self->drop(*block);
-      });
+      transfer->lane()->help_to_wait(
+          [self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
+            self->drive(*block);
+            self->drop(*block);
+          });
       return true;
     }
     run_to_end(block, step);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/interruption.h"
 #include "base/limits.h"
 #include "memory/first_touch.h"
 #include "transfer/cached_rows.h"
@@ -392,6 +393,7 @@ Step Transfer::get_over(WorkBlock& block) {
   if (block.attempts > immediate_attempts) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (!block.refused) return Step::move;
   block.refused = false;
+  const InterruptionsReturned by_nobody(false);  // an interrupted open would fail the block
   return use_buffered_descriptor(block) ? Step::move : Step::done;
 }
 

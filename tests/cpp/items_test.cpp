@@ -146,6 +146,47 @@ TEST_CASE("an error that no single item causes refuses all items, which may be p
   CHECK(found.transfers.size() == 2);
 }
 
+TEST_CASE("a file that is refused in a first attempt is truncated in the second one") {
+  TemporaryDirectory directory;
+  const auto scheduler = make("threads");
+  std::vector<char> memory(1 << 20, 1);
+  const auto name = directory.file("shorter");
+  auto written = open_file(name, true);
+  auto other = open_file(directory.file("other"), true);
+  if (!other->direct()) return;
+  REQUIRE(::ftruncate(written->descriptor(), 1 << 20) == 0);
+  REQUIRE(written->retire(milliseconds(60'000)));
+  const auto item = [&](const std::shared_ptr<File>& file, uint64_t offset, size_t position) {
+    return Item{file, file->lease(), {reinterpret_cast<uintptr_t>(memory.data()), 100}, offset, position};
+  };
+  const auto request = new_request(*scheduler, {.write = true, .truncate = true});
+  std::vector<Item> items;
+  items.push_back(item(written, 0, 0));
+  items.push_back(item(other, 1, 1));  // an edge, which needs a second descriptor
+  struct rlimit before;
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  const struct rlimit none{0, before.rlim_max};
+  (void)find_lanes(items, *scheduler);
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+  const auto first = prepare(items, *scheduler, request);
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  REQUIRE(first.fault);
+  CHECK(first.refused.empty());
+
+  written = open_file(name, true);
+  items.clear();
+  items.push_back(item(written, 0, 0));
+  (void)find_lanes(items, *scheduler);
+  auto second = prepare(items, *scheduler, request);
+  REQUIRE_FALSE(second.fault);
+  scheduler->submit(request, second.transfers, {written});
+  request->seal();
+  REQUIRE(request->wait_for(milliseconds(60'000)));
+  CHECK(request->faults().empty());
+  const auto size = written->size_for_reading();
+  CHECK(**size == 100);
+}
+
 TEST_CASE("a closed file refuses its items, and no others") {
   Call call(true);
   call.add(0, 100);

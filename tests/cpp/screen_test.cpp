@@ -32,7 +32,12 @@ TEST_CASE("states that set attributes of anything, unknown memo entries and long
                "b."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93}K\1K\1sb."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93}K\1K\1s\x8c\1aK\1sb."sv) == 0);
-  // The same dict, fetched from the memo.
+  CHECK(end_of("\x8c\1m\x8c\1n\x93}\x8c\1aK\1sb."sv) == 0);  // of a class itself
+  CHECK(end_of("\x8c\1m\x8c\1n\x93\x8c\1aK\1s."sv) == 0);
+  CHECK(end_of("\x95\1\0\0\0\0\0\0\0N."sv) == 11);
+  CHECK(end_of("\x95\3\0\0\0\0\0\0\0N."sv) == 0);
+  // The same dict in the memo and on the stack.
+  CHECK(end_of("\x8c\1m\x8c\1n\x93)\x81}\x94h\0K\5K\6s\x86."sv) == 0);
   CHECK(end_of("}\x94(K\1K\1u\x8c\1m\x8c\1n\x93h\0\x8c\1aK\1sb\x86."sv) == 0);
   CHECK(end_of("\x8c\1m\x8c\1n\x93K\1\x85\x81."sv) == 0);
   CHECK(end_of("Nh\0."sv) == 0);

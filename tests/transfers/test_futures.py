@@ -499,6 +499,93 @@ def test_a_failure_that_nobody_asks_about_is_warned_of(
             file.close()
 
 
+def test_a_warning_that_is_an_error_leaves_the_exception_in_flight(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    path = directory / "x.bin"
+    path.write_bytes(bytes(4096))
+    warnings.simplefilter("error", RuntimeWarning)
+
+    def failed() -> Any:
+        expected = tensorferry.Checksums(4096, expected=[1])
+        future = tensorferry.open(path).read_into(bytearray(4096), checksums=expected)
+        settled(future.done)
+        return future
+
+    for future in [failed()]:
+        with pytest.raises(ZeroDivisionError):
+            max(future, failed(), 1 / 0)
+        del future
+        with pytest.raises(KeyError):
+            max(failed(), {}["x"])
+    assert reported
+    assert all(issubclass(each.exc_type, RuntimeWarning) for each in reported)
+
+
+def test_throw_needs_an_exception(directory: pathlib.Path) -> None:
+    path = directory / "x.bin"
+    path.write_bytes(bytes(10))
+    future: Any = tensorferry.open(path).read_into(bytearray(10))
+    for wrong in [(), (None,), (3,), (int,), ("x",)]:
+        with pytest.raises(TypeError, match="throw"):
+            future.throw(*wrong)
+    with pytest.raises(KeyError):
+        future.throw(KeyError)
+
+
+DAEMONS = """
+import sys, threading, tensorferry
+
+def work(started):
+    for number in range(10**9):
+        try:
+            tensorferry.read_many([(sys.argv[1], bytearray(10), 5)] * 300)
+            tensorferry.read(sys.argv[1] + "/not", bytearray(10))
+        except Exception:
+            started.set()
+
+for _ in range(4):
+    started = threading.Event()
+    threading.Thread(target=work, args=[started], daemon=True).start()
+    started.wait()
+"""
+
+
+def test_a_process_ends_with_daemon_threads_in_calls(directory: pathlib.Path) -> None:
+    path = directory / "x.bin"
+    path.write_bytes(bytes(4096))
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", DAEMONS, path], check=False, timeout=300)
+        assert ended.returncode == 0
+
+
+SLOW_IMPORTS = """
+import builtins, sys, threading, time, tensorferry
+
+file = tensorferry.open(sys.argv[1])
+imported = builtins.__import__
+
+def slow(*arguments, **options):
+    time.sleep(0.05)  # another thread runs
+    return imported(*arguments, **options)
+
+builtins.__import__ = slow
+threads = [threading.Thread(target=lambda: file.read_into(bytearray(9)).result()) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_begin_their_first_transfers_together(directory: pathlib.Path) -> None:
+    path = directory / "x.bin"
+    path.write_bytes(bytes(4096))
+    subprocess.run([sys.executable, "-c", SLOW_IMPORTS, path], check=True, timeout=120)
+
+
 def test_callbacks_run_before_the_interpreter_leaves(directory: pathlib.Path) -> None:
     program = f"""
 import tensorferry

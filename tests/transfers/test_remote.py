@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import errno
+import gc
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -366,6 +368,19 @@ def test_any_exception_of_a_source_fails_the_read(
     [(_, fault)] = request.failures()
     assert fault.errno == errno_
     assert re.search(text, str(fault))
+
+
+def test_a_dropped_object_lets_its_function_go() -> None:
+    def read(offset: int, nbytes: int) -> list[bytes]:
+        return [bytes(nbytes)]
+
+    reference = weakref.ref(read)
+    file = _core.file_of_source("mem://x", 4096, (1 << 40) + 7, read)
+    del read
+    assert reference() is not None
+    del file
+    gc.collect()
+    assert reference() is None
 
 
 def test_nothing_is_written(stored: Bucket) -> None:

@@ -180,6 +180,26 @@ def test_a_descriptor_is_used_for_what_it_was_opened_for_and_stays_as_it_was(
         os.close(descriptor)
 
 
+def test_direct_descriptors_that_cannot_be_opened_again_are_refused(
+    directory: pathlib.Path,
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give up the right to open a file")
+    path = directory / "file"
+    path.touch(0o600)
+    descriptor = os.open(path, os.O_RDWR)
+    array = tensorferry.empty(1 << 20)
+    os.seteuid(65534)
+    try:
+        tensorferry.write(descriptor, array)
+        with storage_error(errno.EACCES, f"descriptor {descriptor}") as caught:  # type: ignore[arg-type]
+            tensorferry.write(descriptor, array, direct=True)
+        assert "direct=True" in str(caught.value)
+    finally:
+        os.seteuid(0)
+        os.close(descriptor)
+
+
 def test_files_without_a_name_are_written_and_read_by_their_descriptors(
     handle: tensorferry.aio_handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
