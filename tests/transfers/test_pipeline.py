@@ -215,6 +215,35 @@ def test_what_is_released_before_it_has_begun_is_passed_over(file: tensorferry.F
     assert not reads[1].begun
 
 
+def test_two_that_release_at_once_drop_no_other_read(file: tensorferry.File) -> None:
+    class Entered(Range):
+        """A read with a moment, in the middle of a release, at which another thread releases it, too."""
+
+        entered = False
+
+        @property  # type: ignore[override]
+        def released(self) -> bool:
+            if self._released and not self.entered:
+                self.entered = True
+                reads.release(self)
+            return self._released
+
+        @released.setter
+        def released(self, value: bool) -> None:
+            self._released = value
+
+        _released = False
+
+    first, second = Entered(file, 0, KIB), Range(file, KIB, KIB)
+    with Pipeline([first, second]) as reads:
+        assert reads.first() is first
+        first.wait()
+        reads.release(first)
+        assert reads.held == (second,)
+        assert reads.first() is second
+        assert [one.is_right for one in reads] == [True]
+
+
 def test_closing_cancels_all_before_it_waits_for_any_and_leaves_what_was_released() -> None:
     told: list[tuple[str, bool]] = []
 

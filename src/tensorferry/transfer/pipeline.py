@@ -33,7 +33,7 @@ from tensorferry.base.checks import checked_nbytes
 from tensorferry.base.processes import Owned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensorferry.transfer.files import File
     from tensorferry.transfer.futures import Future
@@ -233,16 +233,15 @@ class Pipeline(Owned, Generic[_Read]):
 
     def may_start(self, read: Read) -> bool:
         """Return whether the limits allow a read to start before it is needed."""
-        if not self._held:
+        first = self.oldest
+        if first is None:
             return True
         if self.memory_nbytes is not None:
-            first = self._held[0]
             held_nbytes = self._held_end - first._held_before - first.released_nbytes
             if held_nbytes + read.memory_nbytes > self.memory_nbytes:
                 return False
         in_flight = self._in_flight
-        while in_flight and in_flight[0].done():
-            in_flight.popleft()
+        _drop_from_front(in_flight, lambda read: read.done())
         if len(in_flight) < 2:
             return True
         return (
@@ -258,7 +257,10 @@ class Pipeline(Owned, Generic[_Read]):
     @property
     def oldest(self) -> _Read | None:
         """The first read that has started and is not released."""
-        return self._held[0] if self._held else None
+        try:
+            return self._held[0]
+        except IndexError:
+            return None
 
     def first(self) -> _Read | None:
         """Start the reads that the limits allow, and return the oldest read; None if there are no more."""
@@ -272,8 +274,7 @@ class Pipeline(Owned, Generic[_Read]):
             # Drop the futures that succeeded, because each keeps its memory. Failed ones are kept, because a later
             # wait() must raise their error.
             read.futures = [each for each in read.futures if each._settle() is not None]
-        while self._held and self._held[0].released:
-            self._held.popleft()
+        _drop_from_front(self._held, lambda read: read.released)
 
     def __iter__(self) -> Iterator[_Read]:
         for read in iter(self.first, None):
@@ -320,6 +321,16 @@ class Pipeline(Owned, Generic[_Read]):
             for read in tuple(self._held):
                 if not read.released:
                     read.cancel()
+
+
+def _drop_from_front(reads: deque[_Read], is_over: Callable[[_Read], bool]) -> None:
+    """Remove reads from the front as long as they are over."""
+    # Another thread or a signal handler may do the same at any moment. Therefore the read that was checked is removed,
+    # and not whichever is the first by then.
+    with contextlib.suppress(IndexError):
+        while is_over(first := reads[0]):
+            with contextlib.suppress(ValueError):
+                reads.remove(first)
 
 
 def _advance(pipeline: Pipeline[Any] | None) -> None:
