@@ -223,6 +223,39 @@ def test_saving_keeps_a_spoilt_file_under_another_name(
     assert store.with_suffix(".unusable").read_text() == text
 
 
+def test_saving_keeps_every_spoilt_file(store: Path, tmp_path: Path) -> None:
+    store.parent.mkdir()
+    for text in ("first", "second"):
+        store.write_text(text)
+        with pytest.warns(RuntimeWarning, match="unusable"):
+            keep(store, tmp_path, DISK)
+    kept = {path.read_text() for path in store.parent.glob("*.unusable*")}
+    assert kept == {"first", "second"}
+
+
+def test_a_spoilt_file_has_its_name_again_if_no_other_can_be_written(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.parent.mkdir()
+    store.write_text("precious")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(store))
+
+    monkeypatch.setattr(storing, "_TextFile", fail)
+    with pytest.raises(OSError, match="No space left"):
+        keep(store, tmp_path, DISK)
+    assert [path.read_text() for path in store.parent.iterdir()] == ["precious"]
+
+
+def test_a_profile_that_no_handle_accepts_is_refused(store: Path, tmp_path: Path) -> None:
+    keep(store, tmp_path, DISK._replace(block_size=1 << 30))
+    assert len(profiles.read(store)) == 2
+    keep(store, tmp_path, DISK._replace(block_size=(1 << 30) + 1))
+    with pytest.raises(ValueError, match="block_size is not an integer between 1 and"):
+        profiles.read(store)
+
+
 def test_saving_keeps_permissions_and_links(
     store: Path, tmp_path: Path, tmpfs_directory: Path
 ) -> None:

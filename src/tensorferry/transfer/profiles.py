@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.mounts import mount_of_open
-from tensorferry.transfer.defaults import MAX_PARALLELISM, MAX_QUEUE_DEPTH
+from tensorferry.transfer.defaults import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _parse(entry: Any) -> Profile:
     if not all(isinstance(each, str) for each in texts):
         raise ValueError("an entry's file system or memory has a name that is not a string")
     limits = {
-        "block_size": 1 << 31,
+        "block_size": MAX_BLOCK_NBYTES,
         "queue_depth": MAX_QUEUE_DEPTH,
         "intra_op_parallelism": MAX_PARALLELISM,
     }

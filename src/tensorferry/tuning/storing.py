@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import tempfile
@@ -58,24 +59,30 @@ def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None])
     """
     path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    kept: Path | None = None
     with _locked(path.parent):
         try:
             profiles = read(path)
         except FileNotFoundError:
             profiles = []
         except ValueError as problem:
-            kept = path.with_name(f"{path.stem[:40]}.unusable")
+            kept = _unused_name(path)
             path.replace(kept)
-            warnings.warn(
-                f"{path}: the file of profiles is invalid ({problem}); it was renamed to {kept}",
-                RuntimeWarning,
-                stacklevel=2,
+            unusable = (
+                f"{path}: the file of profiles is invalid ({problem}); it was renamed to {kept}"
             )
             profiles = []
         old = [p for p in profiles if p.file_system.is_same(file_system) and p.use in found]
         new = [profile for profile in found.values() if profile is not None]
-        if old or new:
-            _replace(path, [*(p for p in profiles if p not in old), *new])
+        try:
+            if old or new:
+                _replace(path, [*(p for p in profiles if p not in old), *new])
+        except BaseException:
+            if kept is not None:
+                kept.replace(path)
+            raise
+    if kept is not None:
+        warnings.warn(unusable, RuntimeWarning, stacklevel=2)
     return [p.use for p in old if found[p.use] is None]
 
 
@@ -109,6 +116,12 @@ def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
 def _target(path: Path) -> Path:
     """Resolve symbolic links. Path.resolve() would raise RuntimeError for a loop of links."""
     return Path(os.path.realpath(path))
+
+
+def _unused_name(path: Path) -> Path:
+    """Return a name for a file with invalid content, which no file has."""
+    names = (path.with_name(f"{path.stem[:40]}.unusable{n or ''}") for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _replace(path: Path, profiles: list[Profile]) -> None:
