@@ -99,6 +99,28 @@ def test_an_answer_after_a_failure_is_not_taken_for_that_of_the_next_call(
     assert call_all(workers, "add", 10) == [10, 11]
 
 
+def test_an_answer_is_not_taken_for_the_next_one_if_another_worker_cannot_be_made(
+    workers: list[Worker],
+) -> None:
+    unable = Worker(f"{HERE}:Adder", -5)
+    with closing([unable]), pytest.raises(WorkerError, match=r"process 1: .* -5 is negative"):
+        call_all([workers[0], unable], "add", 10)
+    assert workers[0].call("add", 20) == 20
+
+
+def test_an_answer_is_not_taken_for_the_next_one_after_an_interruption(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tensorferry.tuning.workers.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call_all(workers, "add", 10)
+    assert call_all(workers, "add", 20) == [20, 21]
+
+
 def test_a_killed_worker_is_noticed_at_once_with_its_last_words(workers: list[Worker]) -> None:
     words = r"process 0: it was killed by SIGKILL; likely cause: out of memory \(last words\)"
     with pytest.raises(WorkerError, match=words):
@@ -138,8 +160,6 @@ def test_what_cannot_be_made_is_told(
         for _ in range(2):
             with pytest.raises(error, match=words):
                 worker.call("add", 1)
-            if error is WorkerError:
-                break
 
 
 def test_workers_do_not_hear_what_a_terminal_sends(workers: list[Worker]) -> None:

@@ -132,7 +132,11 @@ class Worker:
             env=os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"} | self._environment,
         )
         self._send(self._constructor_call)
-        self.end()
+        try:
+            self.end()
+        except WorkerError:  # the process has no object, so a later call starts another process
+            self._stop()
+            raise
 
     def _send(self, message: object) -> None:
         assert self._process is not None
@@ -185,20 +189,25 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
         As for :meth:`Worker.call`. This is raised at once, and processes whose calls have not ended are killed. A later
         call starts them again.
     """
-    for worker in workers:
-        worker.begin(name, *arguments)
     answers: dict[int, Any] = {}
-    numbers = {worker.fileno(): number for number, worker in enumerate(workers)}
-    while len(answers) < len(workers):
-        for ready in wait([f for f, number in numbers.items() if number not in answers]):
-            number = numbers[cast("int", ready)]
-            try:
+    numbers: dict[int, int] = {}
+    number = 0
+    try:
+        for number, worker in enumerate(workers):
+            worker.begin(name, *arguments)
+            numbers[worker.fileno()] = number
+        while len(answers) < len(workers):
+            for ready in wait([f for f, number in numbers.items() if number not in answers]):
+                number = numbers[cast("int", ready)]
                 answers[number] = workers[number].end()
-            except (UnavailableError, WorkerError) as error:
-                # The answers that are still missing must not be taken for those of the next call.
-                for other in set(numbers.values()) - answers.keys() - {number}:
-                    workers[other]._stop(kill=True)
-                raise type(error)(f"process {number}: {error}") from None
+    except BaseException as error:
+        failed = isinstance(error, (UnavailableError, WorkerError))
+        # The answers that are still missing must not be taken for those of the next call.
+        for other in set(range(len(workers))) - answers.keys() - ({number} if failed else set()):
+            workers[other]._stop(kill=True)
+        if failed:
+            raise type(error)(f"process {number}: {error}") from None
+        raise
     return [answers[number] for number in range(len(workers))]
 
 
