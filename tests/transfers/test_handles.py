@@ -133,6 +133,39 @@ def test_validation_finds_a_difference(
     assert caught.value.offset == 12_345
 
 
+def test_validation_finds_the_file_after_its_descriptor_is_closed(
+    handle: tensorferry.aio_handle, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    source, other = random_bytes(100_000), random_bytes(100_000)
+    handle.sync_pwrite(other, directory / "other")
+    descriptor = os.open(directory / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    handle.pwrite(source, descriptor, True, True)
+    opened = os.open(directory / "other", os.O_RDONLY)
+    try:
+        os.dup2(opened, descriptor)  # closes the file, and gives its number to another one
+        assert handle.wait() == 1
+    finally:
+        os.close(opened)
+        os.close(descriptor)
+
+
+def test_a_call_with_a_file_that_validation_could_not_find_is_refused_at_once(
+    handle: tensorferry.aio_handle,
+    directory: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    random_bytes: RandomBytes,
+) -> None:
+    (directory / "deleted").mkdir()
+    monkeypatch.chdir(directory / "deleted")
+    (directory / "deleted").rmdir()
+    with pytest.raises(tensorferry.StorageError, match="No such file or directory"):
+        handle.pwrite(random_bytes(4096), "../file", True, True)
+    with pytest.raises(tensorferry.StorageError, match="Bad file descriptor"):
+        handle.pwrite(random_bytes(4096), 1 << 30, True, True)
+    assert not (directory / "file").exists()
+    assert handle.wait() == 0
+
+
 def test_counters(handle: tensorferry.aio_handle, directory: pathlib.Path) -> None:
     handle.sync_pwrite(tensorferry.empty(8 << 20, "u1"), directory / "file")
     stats = handle.stats()

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
-from tensorferry.base.checks import Path, absolute_path, checked_offset, positive
+from tensorferry.base.checks import (
+    Path,
+    absolute_path,
+    checked_descriptor,
+    checked_offset,
+    positive,
+)
 from tensorferry.errors import StorageError, first_error
 from tensorferry.transfer.arrays import LEGACY_STREAM, Memory, memory_of
 from tensorferry.transfer.defaults import (
@@ -529,10 +535,11 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             return 1 + self._wait() if self._pending else 1
         memory = memory_of(buffer, writable=not write, name="buffer")
         offset = checked_offset(file_offset, memory[1], "file_offset")
+        check = _Validation(memory, filename, offset) if validate else None
         future = start(
             self._scheduler, filename, buffer, memory, offset, write=write, name="filename"
         )
-        operation = _Operation(future, memory, filename, offset, validate)
+        operation = _Operation(future, filename, offset, check)
         with self._lock:
             self._pending.append(operation)
         return 0
@@ -550,17 +557,14 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 class _Operation:
     """An asynchronous call that wait() has not counted yet."""
 
-    __slots__ = ("_filename", "_memory", "_offset", "_validate", "future")
+    __slots__ = ("_check", "_filename", "_offset", "future")
 
     def __init__(
-        self, future: Future, memory: Memory, filename: Path | int, offset: int, validate: bool
+        self, future: Future, filename: Path | int, offset: int, check: _Validation | None
     ) -> None:
         self.future = future
-        self._validate = validate
-        self._memory = memory if validate else None
-        self._filename = (
-            absolute_path(filename) if validate and not isinstance(filename, int) else filename
-        )
+        self._check = check
+        self._filename = filename
         self._offset = offset
 
     def __str__(self) -> str:
@@ -569,21 +573,50 @@ class _Operation:
     def failure(self) -> StorageError | None:
         """Return the operation's error, or None if it succeeded; the operation must have ended."""
         failure = self.future.exception()
-        if failure is None and self._memory is not None:
-            try:
-                _compare(self._memory, self._filename, self._offset)
-            except StorageError as difference:
-                return difference
-            except OSError as error:  # e.g. the file was removed; an exception would hide the other operations' errors
-                return StorageError(
-                    error.errno,
-                    f"validation failed: {error.strerror}",
-                    text_of(self._filename),
-                    offset=self._offset,
-                    expected=self._memory[1],
-                    transferred=self._memory[1],
-                )
-        return failure
+        return self._check.failure() if failure is None and self._check is not None else failure
+
+
+class _Validation:
+    """The validation that wait() makes of an asynchronous call.
+
+    It finds the same file even if the process changes its directory, or the caller closes the descriptor, meanwhile.
+    """
+
+    __slots__ = ("_file", "_filename", "_memory", "_offset")
+
+    def __init__(self, memory: Memory, filename: Path | int, offset: int) -> None:
+        self._memory, self._offset = memory, offset
+        self._file: str | int = ""
+        try:
+            if isinstance(filename, int):
+                self._file = os.dup(checked_descriptor(filename, "filename"))
+            else:
+                self._file = absolute_path(filename, "filename")
+        except OSError as error:  # e.g. the current directory was deleted
+            raise StorageError(error.errno, str(error.strerror), text_of(filename)) from None
+        self._filename = text_of(filename if isinstance(filename, int) else self._file)
+
+    def __del__(self) -> None:
+        if isinstance(self._file, int):
+            os.close(self._file)
+
+    def failure(self) -> StorageError | None:
+        """Return an error if the file cannot be read or differs from the buffer, else None."""
+        try:
+            _compare(self._memory, self._file, self._offset)
+        except StorageError as difference:
+            difference.filename = self._filename
+            return difference
+        except OSError as error:  # e.g. the file was removed; an exception would hide the other operations' errors
+            return StorageError(
+                error.errno,
+                f"validation failed: {error.strerror}",
+                self._filename,
+                offset=self._offset,
+                expected=self._memory[1],
+                transferred=self._memory[1],
+            )
+        return None
 
 
 def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
