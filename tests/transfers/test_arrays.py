@@ -298,6 +298,29 @@ def test_none_is_refused_like_all_that_is_no_array(file: tensorferry.File) -> No
                 move(given, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_is_not_taken_for_an_offset(file: tensorferry.File, flag: bool) -> None:
+    path, data = file.path, bytearray(b"\1" * 4)
+    file.write(bytes(8))
+    for move in (file.read, file.write, file.read_into, file.write_from):
+        with pytest.raises(TypeError, match=f"^offset: {flag} is not an integer"):
+            move(data, flag)
+    with pytest.raises(TypeError, match=f"^nbytes: {flag} is not an integer"):
+        file.truncate(flag)
+    for call in (tensorferry.read, tensorferry.write):
+        with pytest.raises(TypeError, match=f"^offset: {flag} is not an integer"):
+            call(path, data, flag)
+    for call_many in (tensorferry.read_many, tensorferry.write_many):
+        with pytest.raises(TypeError, match=rf"^items\[0\]: {flag} is not an integer"):
+            call_many([(path, data, flag)])
+    # DeepNVMe's read() has the flag `validate` where sync_pread() has the offset.
+    with tensorferry.aio_handle() as handle:
+        for method in (handle.sync_pread, handle.sync_pwrite, handle.async_pread):
+            with pytest.raises(TypeError, match=f"^file_offset: {flag} is not an integer"):
+                method(data, path, flag)
+    assert pathlib.Path(path).read_bytes() == bytes(4096)
+
+
 def test_fake_tensors_are_refused(directory: pathlib.Path) -> None:
     with pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode():
         fake = torch.zeros(5)

@@ -231,7 +231,7 @@ def checked_descriptor(descriptor: int, name: str = "path") -> int:
 
 def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
     """Return an offset after checking that ``nbytes`` bytes from it on do not exceed the largest file size."""
-    if not hasattr(offset, "__index__"):
+    if isinstance(offset, bool) or not hasattr(offset, "__index__"):
         raise TypeError(f"{name}: {offset!r} is not an integer")
     offset = offset.__index__()
     if offset < 0:
