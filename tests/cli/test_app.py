@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
@@ -14,6 +15,7 @@ import numpy
 import pytest
 
 import tensorferry
+from tensorferry.cli.exit_codes import reporting_failures
 from tensorferry.safetensors.numpy import save_file
 from tests.cli.running import ended, run
 from tests.support import required, warm
@@ -124,6 +126,23 @@ def test_output_that_cannot_be_written_is_told(arguments: tuple[str, ...], folde
     command = ["sh", "-c", 'exec "$@" > /dev/full', "sh", warm.python(), "-m", "tensorferry"]
     (complaint,) = ended(*command, *arguments, cwd=folder, expect=1).stderr.splitlines()
     assert complaint.endswith(": its output cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+def test_an_error_without_a_file_name_is_not_taken_for_one_of_the_output(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @reporting_failures("command")
+    def command() -> None:
+        print("output")
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(SystemExit) as caught:
+        command()
+    assert caught.value.code == 1
+    output, complaint = capsys.readouterr()
+    assert output == "output\n"
+    assert complaint == f"command: [Errno {number}] {os.strerror(number)}\n"
 
 
 @pytest.mark.parametrize("arguments", [("ls", "."), ("fly",)])

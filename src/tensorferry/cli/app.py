@@ -12,9 +12,9 @@ from typer.core import TyperGroup
 
 from tensorferry.cli.exit_codes import (
     INTERRUPTED,
-    exit_for,
     open_missing_streams,
     reporting_failures,
+    reporting_output_errors,
     say_problems,
 )
 
@@ -52,13 +52,11 @@ def run_command(command: Any, name: str, arguments: list[str], program: str) -> 
     """Run a command and exit. Errors in its arguments are printed after its name, with exit code 2."""
     open_missing_streams()
     try:
-        code = command(arguments, prog_name=program, standalone_mode=False)
-        sys.stdout.flush()
+        with reporting_output_errors(program):
+            code = command(arguments, prog_name=program, standalone_mode=False)
     except _ClickError as error:
         say_problems(name, [error.format_message()])
         code = error.exit_code
-    except OSError as error:
-        exit_for(program, error)
     except typer.Abort:  # Ctrl-C before the command's function runs
         code = INTERRUPTED
     sys.exit(code)

@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,6 +28,57 @@ class ExitError(Exception):
         super().__init__(code)
         self.code = code
         self.problems = [str(problem) for problem in problems]
+
+
+class _OutputError(Exception):
+    """The command's own output cannot be written. It is not an OSError, which may be about any other file."""
+
+
+class _Output:
+    """A stream for stdout that raises _OutputError."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _output_errors():
+            count: int = self._stream.write(text)
+            return count
+
+    def flush(self) -> None:
+        with _output_errors():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _output_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _OutputError from error
+
+
+@contextlib.contextmanager
+def reporting_output_errors(command: str) -> Iterator[None]:
+    """Exit with 1 if the output of the block, or of its end, cannot be written, or if it raises another OSError."""
+    plain = sys.stdout
+    output = _Output(plain)
+    sys.stdout = output
+    try:
+        try:
+            yield
+        finally:
+            output.flush()
+    except _OutputError as error:
+        _exit_for_output(command, plain, error.__cause__)
+    except OSError as error:
+        say_problems(command, [error])
+        sys.exit(FAILED)
+    finally:
+        sys.stdout = plain
 
 
 def open_missing_streams() -> None:
@@ -67,15 +118,11 @@ def reporting_failures(command: str) -> Iterator[None]:
     handled = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in handled}
     try:
-        try:
+        with reporting_output_errors(command):
             yield
-        finally:
-            sys.stdout.flush()
     except ExitError as leave:
         say_problems(command, leave.problems)
         sys.exit(leave.code)
-    except OSError as error:
-        exit_for(command, error)
     except KeyboardInterrupt:
         # Python removes its handlers before the process ends, so only SIG_IGN protects the last moments. The mask comes
         # first: Python still runs _ignore() for signals that have already arrived.
@@ -88,14 +135,11 @@ def reporting_failures(command: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def exit_for(command: str, error: OSError) -> NoReturn:
-    """Exit after an OSError. An error without a file name is a failure to write the command's own output."""
-    if error.filename is not None:
-        say_problems(command, [error])
-        sys.exit(FAILED)
+def _exit_for_output(command: str, stdout: Any, error: Any) -> NoReturn:
+    """Exit because the command's own output cannot be written."""
     # At exit, the interpreter flushes stdout again. Send what is left in its buffer to /dev/null.
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stdout.fileno())
     os.close(nowhere)
     if not isinstance(
         error, BrokenPipeError
