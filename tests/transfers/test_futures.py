@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
+import logging
 import os
 import queue
 import re
@@ -444,6 +445,25 @@ def test_a_callback_that_ends_its_thread_takes_no_other_with_it(directory: pathl
         future.add_done_callback(lambda _: sys.exit(1))
         future.add_done_callback(lambda _: after.set())
         assert after.wait(120)
+
+
+def test_a_handler_of_logging_that_raises_takes_no_callback_with_it(
+    directory: pathlib.Path,
+) -> None:
+    class Raising(logging.Handler):
+        def emit(self, _: object) -> None:
+            raise RuntimeError("cannot log")
+
+    after, handler = threading.Event(), Raising()
+    logging.getLogger("tensorferry").addHandler(handler)
+    try:
+        with tensorferry.open(directory / "file", "w", **SLOWLY) as file:
+            future = file.write_from(bytes(10_000_000))
+            future.add_done_callback(lambda _: 1 / 0)
+            future.add_done_callback(lambda _: after.set())
+            assert after.wait(20)
+    finally:
+        logging.getLogger("tensorferry").removeHandler(handler)
 
 
 def test_threads_that_ask_at_the_same_moment_get_the_same_failure(

@@ -9,6 +9,7 @@ csrc/bindings/future.h.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -119,7 +120,8 @@ def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) ->
 def _log_exception(what: object) -> None:
     import logging
 
-    logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
+    with contextlib.suppress(Exception):  # a handler of the program may raise
+        logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
 
 
 # One listener for each event loop. The core caches the listener that was used last.
