@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base.checks import checked_offset, one_of
+from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError, first_error, memory_moved
-from tensorferry.transfer.arrays import memory_of
+from tensorferry.transfer.arrays import masked_type, memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.futures import Future
@@ -355,6 +356,7 @@ class Table:
         finally:
             self.close()
 
+    @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         files = ", ".join(map(_name_of, self._files))
@@ -470,6 +472,10 @@ def _numbers_of(ids: Any, rows: int) -> _Numbers:
         array = np.asarray(ids)
     except ValueError as error:
         raise TypeError(f"ids: expected an array of integers, got {ids!r}: {error}") from None
+    if isinstance(ids, masked_type()):
+        raise TypeError(
+            "ids: a masked array has a mask, which would be ignored (remedy: pass .data or .compressed())"
+        )
     given = hasattr(ids, "dtype")
     if array.size == 0 and not given:  # NumPy makes an array of floats from an empty list
         array = array.astype(np.int64)

@@ -164,6 +164,18 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
     assert around[offset + place.array.nbytes :].tobytes() == b"behind" * 2000
 
 
+def test_a_mask_of_ids_is_not_ignored(directory: pathlib.Path) -> None:
+    (directory / "table").write_bytes(bytes(20))
+    ids = np.ma.masked_array([1, 2], [True, False])
+    with Table(directory / "table", (5, 4), np.uint8, mode="r+") as table:
+        for gather in (table.gather, table.gather_async):
+            with pytest.raises(TypeError, match=r"^ids: a masked array"):
+                gather(ids)
+        with pytest.raises(TypeError, match=r"^ids: a masked array"):
+            table.scatter(ids, np.ones((2, 4), np.uint8))
+    assert (directory / "table").read_bytes() == bytes(20)
+
+
 @one_engine
 @settings(max_examples=examples(60))
 @given(data=st.data(), name=st.sampled_from(DTYPES))

@@ -335,7 +335,7 @@ def _storage_device(tensor: Any) -> str | None:
         return None
 
 
-def _masked_type() -> tuple[type, ...]:
+def masked_type() -> tuple[type, ...]:
     """Return the type of masked arrays in a tuple, which is empty if numpy.ma has not been imported.
 
     The attribute `numpy.ma` would import that module during the first transfer. If another thread forked meanwhile,
@@ -346,7 +346,7 @@ def _masked_type() -> tuple[type, ...]:
 
 
 def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
-    if isinstance(array, _masked_type()):
+    if isinstance(array, masked_type()):
         raise ValueError(
             f"{name}: a masked array has a mask outside of its bytes (remedy: pass .data or .filled())"
         )
