@@ -22,6 +22,7 @@ from numpy.lib import format as npy_format
 import tensorferry
 from tensorferry._core import crc32_combine
 from tensorferry.base.ranges import read_plan, strides_of
+from tensorferry.base.reprs import safe_repr
 from tensorferry.safetensors.slicing import select
 from tensorferry.transfer.arrays import collect_runs
 from tensorferry.transfer.python_files import reopen_python_file
@@ -117,11 +118,15 @@ class NumpyFile(Mapping[str, "Array"]):
         self.path = source_path(path)
         self._file = tensorferry.open(self.path)
         self._arrays: dict[str, Array] = {}
-        with self._stream() as stream, _format_errors(self.path):
-            for place in _stored_arrays(stream, self._file.size):
-                if place.name in self._arrays:
-                    raise FormatError("two arrays have this name", self.path, place.name)
-                self._arrays[place.name] = Array(self, place)
+        try:
+            with self._stream() as stream, _format_errors(self.path):
+                for place in _stored_arrays(stream, self._file.size):
+                    if place.name in self._arrays:
+                        raise FormatError("two arrays have this name", self.path, place.name)
+                    self._arrays[place.name] = Array(self, place)
+        except BaseException:
+            self.close()
+            raise
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
@@ -142,6 +147,7 @@ class NumpyFile(Mapping[str, "Array"]):
         """Close the file; arrays that were read remain valid."""
         self._file.close()
 
+    @safe_repr
     def __repr__(self) -> str:
         return f"<NumpyFile {self.path!r}: {len(self)} arrays>"
 

@@ -19,6 +19,7 @@ from tensorferry.checkpoint.tools.convert import convert
 from tensorferry.npy import FormatError, NumpyFile
 from tests.checkpoint.damage import flip, run
 from tests.support.effort import examples
+from tests.support.leaks import descriptors, settled
 
 if TYPE_CHECKING:
     import pathlib
@@ -332,3 +333,12 @@ def test_compressed_members_are_not_converted(directory: pathlib.Path) -> None:
         convert(saved(directory, "compressed"), directory / "new.safetensors")
     # Listed with no place in the file.
     assert {entry.shards[0].end for entry in entries(directory / "it.npz")} == {0}
+
+
+def test_a_refused_file_is_closed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"no array")
+    with pytest.raises(FormatError) as caught:
+        NumpyFile(path)
+    assert settled(lambda: str(path) not in descriptors())
+    assert caught.traceback  # it keeps the local variables of NumpyFile() alive
