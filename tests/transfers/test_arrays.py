@@ -15,6 +15,7 @@ import numpy
 import pytest
 
 import tensorferry
+from tensorferry.base.checks import checked_nbytes
 from tensorferry.transfer import arrays
 from tensorferry.transfer import requests as transfers
 from tensorferry.transfer.arrays import memory_of
@@ -319,6 +320,12 @@ def test_a_flag_is_not_taken_for_an_offset(file: tensorferry.File, flag: bool) -
             with pytest.raises(TypeError, match=f"^file_offset: {flag} is not an integer"):
                 method(data, path, flag)
     assert pathlib.Path(path).read_bytes() == bytes(4096)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_flag_is_not_taken_for_a_size(flag: bool) -> None:
+    with pytest.raises(TypeError, match=f"^memory: {flag} is not a size"):
+        checked_nbytes(flag, "memory")
 
 
 def test_fake_tensors_are_refused(directory: pathlib.Path) -> None:

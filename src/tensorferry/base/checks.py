@@ -106,6 +106,8 @@ def checked_nbytes(size: int | str, name: str) -> int:
     ValueError, TypeError
         The argument is not a size, or not positive.
     """
+    if isinstance(size, bool):
+        raise TypeError(f"{name}: {size!r} is not a size")
     try:
         nbytes = parse_nbytes(size) if isinstance(size, str) else operator.index(size)
     except (ValueError, TypeError) as error:
