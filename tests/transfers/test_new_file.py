@@ -112,6 +112,24 @@ def test_aborted_ones_leave_nothing(directory: pathlib.Path) -> None:
     assert not list(directory.iterdir())
 
 
+def test_an_abort_removes_only_the_file_that_was_created(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (directory / name).mkdir()
+    (directory / "there" / "file").write_text("precious")
+    monkeypatch.chdir(directory / "here")
+    file = NewFile("file")
+    monkeypatch.chdir(directory / "there")
+    file.abort()
+    assert not (directory / "here" / "file").exists()
+    assert (directory / "there" / "file").read_text() == "precious"
+    file = NewFile(str(directory / "here" / "file"))
+    (directory / "there" / "file").rename(directory / "here" / "file")
+    file.abort()
+    assert (directory / "here" / "file").read_text() == "precious"
+
+
 def test_one_whose_abort_is_interrupted_leaves_nothing(faultfs: FaultFS) -> None:
     file = NewFile(str(faultfs.path / "file"))
     faultfs.order(Fault("write", hold=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
 import os
 import threading
@@ -20,6 +21,7 @@ from tensorferry.base.checks import (
     one_of,
     positive,
 )
+from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError
 from tensorferry.transfer.arrays import memory_or_segments
 from tensorferry.transfer.defaults import (
@@ -47,7 +49,7 @@ from tensorferry.transfer.streams import Stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from tensorferry.transfer.arrays import Array
     from tensorferry.transfer.checksums import Checksums
@@ -175,6 +177,9 @@ class TransferMethods(abc.ABC):
             Its result is ``array``.
         """
         return self._start(array, offset, (True, sync, in_background(priority), checksums))
+
+    def __copy__(self) -> Self:
+        return self  # closing a copy would close the files of the original without its notice
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -450,6 +455,7 @@ class File(TransferMethods):
     async def __aenter__(self) -> File:
         return self.__enter__()
 
+    @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.File {self._path!r}>"
@@ -546,6 +552,15 @@ def scheduler_for_settings(
     block = positive(block, "block_size", MAX_BLOCK_NBYTES)
     depth = positive(depth, "queue_depth", MAX_QUEUE_DEPTH)
     return make_scheduler(Settings(block, depth, engine=engine))
+
+
+def remove_created(path: str, identity: object) -> None:
+    """Remove a file that was created with the core's ``identity``, unless another file has its name by now."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)  # noqa: PTH116
+        # The core's identity of a device node is different, so a node is never removed.
+        if (status.st_dev, status.st_ino) == identity:
+            os.unlink(path)  # noqa: PTH108
 
 
 def in_background(priority: Priority) -> bool:

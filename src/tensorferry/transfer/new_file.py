@@ -7,11 +7,11 @@ import io
 import sys
 from array import array as packed_array
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.base.checks import absolute_path
 from tensorferry.base.processes import Owned
-from tensorferry.transfer.files import File
+from tensorferry.transfer.files import File, remove_created
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +74,10 @@ class NewFile(Owned):
         reserve_nbytes: int = 0,
         checksums: Checksums | None = None,
     ) -> None:
-        self._created = isinstance(file, str)
+        # An absolute path, so that abort() removes the same file after a change of the working directory.
+        self._created_path = absolute_path(file) if isinstance(file, str) else None
         self._file = File(file, "x") if isinstance(file, str) else file
+        self._identity = self._file._open_file().identity
         self._checksums = checksums
         self._set_owner()
         self._stream: Stream | None = None
@@ -160,8 +162,8 @@ class NewFile(Owned):
             return
         # Closes and removes the file even after a KeyboardInterrupt.
         with contextlib.ExitStack() as cleanup:
-            if self._created:
-                cleanup.callback(Path(self.path).unlink, missing_ok=True)
+            if self._created_path is not None:
+                cleanup.callback(remove_created, self._created_path, self._identity)
             cleanup.callback(self._file.close)
             if self._stream is not None:
                 self._stream.abort()

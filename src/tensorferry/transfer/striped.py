@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core
 from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, integer
+from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import ShortReadError, StorageError, first_error, memory_moved
 from tensorferry.transfer import runtime
 from tensorferry.transfer.arrays import AnyMemory, has_moved, memory_or_segments
@@ -25,6 +26,7 @@ from tensorferry.transfer.files import (
     File,
     TransferMethods,
     mode_flags,
+    remove_created,
     scheduler_for_settings,
 )
 from tensorferry.transfer.futures import Future, PendingFutures
@@ -143,7 +145,7 @@ class StripedFile(TransferMethods):
             exclusive = how[3]
             for file in self._files:
                 if exclusive:
-                    _remove(file)
+                    remove_created(file.path, file._open_file().identity)
                 file.close()
             raise
         self._paths = tuple(file.path for file in self._files)
@@ -274,6 +276,7 @@ class StripedFile(TransferMethods):
     async def __aenter__(self) -> StripedFile:
         return self.__enter__()
 
+    @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.StripedFile {list(self._paths)!r}>"
@@ -638,12 +641,3 @@ def _duplicate_path_error(names: list[str]) -> ValueError:
     return ValueError(
         f"path: two paths name the same file, each part needs its own (got {names!r})"
     )
-
-
-def _remove(file: File) -> None:
-    """Remove the name of a file that was created just now, unless another file has the name by now."""
-    with contextlib.suppress(OSError):
-        status = os.stat(file.path)  # noqa: PTH116
-        # The core's identity of a device node is different, so a node is never removed.
-        if (status.st_dev, status.st_ino) == file._open_file().identity:
-            os.unlink(file.path)  # noqa: PTH108
