@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tensorferry.npy import NumpyFile
 from tensorferry.transfer import runtime
 from tests.conftest import takes_direct_io
 from tests.support import mounts, page_cache
@@ -455,3 +456,25 @@ def test_what_lies_below_an_overlay_in_the_page_cache_is_read_from_there(
             cached, from_drive = read()
             assert cached > 0
             assert from_drive > 0
+
+
+def test_a_copy_is_the_same_object_and_does_not_end_the_original(
+    directory: pathlib.Path,
+) -> None:
+    (directory / "file").write_bytes(b"12")
+    data = bytearray(2)
+    with tensorferry.aio_handle() as handle:
+        copied = copy.copy(handle)
+        del copied  # a handle closes its workers when it is deleted
+        assert handle.sync_pread(data, directory / "file") == 1
+    for path in (directory / "file", [directory / "file"]):
+        with tensorferry.open(path) as file:  # type: ignore[call-overload]
+            copy.copy(file).close()
+            assert file.closed
+
+
+@pytest.mark.parametrize(
+    "kind", [tensorferry.File, tensorferry.StripedFile, tensorferry.Table, NumpyFile]
+)
+def test_what_is_not_made_completely_can_be_shown(kind: Any) -> None:
+    assert f"{kind.__name__} object at" in repr(kind.__new__(kind))

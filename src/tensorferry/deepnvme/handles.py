@@ -510,6 +510,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             state = f"{self._scheduler.engine}, {len(self._pending)} pending"
         return f"<tensorferry.{type(self).__name__}({given}): {state}>"
 
+    def __copy__(self) -> Self:
+        return self  # the finalizer of a copy would close the workers of the original
+
     def __enter__(self) -> Self:
         self._scheduler.check_usable()
         return self
