@@ -234,6 +234,52 @@ def test_a_scaler_finds_infinity_whatever_the_norms_are_of(directory: Path, norm
     drive.close()
 
 
+class Mixed(nn.Module):
+    """Parameters of two dtypes, and one with ``count`` elements."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.few = nn.Parameter(torch.zeros(count))
+        self.narrow, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.narrow(x).double()).pow(2).mean() + self.few.sum()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_scaler_unscales_gradients_of_each_dtype_once(directory: Path, count: int) -> None:
+    found = []
+    for place in (None, directory / "x"):
+        torch.manual_seed(1)
+        model: Any = Mixed(count)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if place is not None:
+            _, optimizer = offload_training(model, optimizer, place, memory_budget="1MiB")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model(torch.ones(2, WIDTH))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert same(*found)
+    optimizer.close()
+
+
+def test_gradients_that_cannot_be_clipped_stay_as_they_are(directory: Path) -> None:
+    model = nn.Module()
+    model.real = nn.Parameter(torch.zeros(4))
+    model.complex = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    model.forward = lambda: (model.real.sum() + model.complex.real.sum()) * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, drive = offload_training(model, optimizer, directory / "x", memory_budget="1MiB")
+    model.forward().backward()
+    with pytest.raises(NotImplementedError):  # as in memory
+        drive.clip_grad_value_(0.5)
+    drive.step()
+    with drive.in_memory(model):
+        assert model.real.tolist() == [-3.0] * 4
+    drive.close()
+
+
 def test_a_model_without_values_stays_as_it_is_if_it_is_not_offloaded(directory: Path) -> None:
     values = nn.Linear(WIDTH, WIDTH)
     save_file(values.state_dict(), directory / "model.safetensors")

@@ -43,8 +43,9 @@ class Slab(Bucket):
         The slab of the parameters' gradients. None if the parameters are frozen, or if this is a slab of gradients.
     is_of_gradients : bool
         Whether this is a slab of gradients.
-    pending : list of callables
-        In a slab of gradients: functions such as clipping, to be called with the gradients before they are used.
+    pending : list of pairs
+        In a slab of gradients: functions such as clipping, to be called with the gradients before they are used; each
+        with the parameters whose gradients it gets.
     memory, on_device : torch.Tensor or None
         The slab's bytes while it is held, and a copy of them on the GPU if the model computes there.
     lent : torch.Tensor or None
@@ -75,7 +76,7 @@ class Slab(Bucket):
         self.is_of_gradients = kind == "gradients"
         self.fields = fields
         self.gradients: Slab | None = None
-        self.pending: list[Callable[[list[torch.Tensor]], object]] = []
+        self.pending: list[tuple[Callable[[list[torch.Tensor]], object], set[torch.Tensor]]] = []
         self.memory: torch.Tensor | None = None
         self.on_device: torch.Tensor | None = None
         self.lent: torch.Tensor | None = None

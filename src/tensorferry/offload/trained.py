@@ -161,6 +161,8 @@ class TrainingOptimizer(OffloadedOptimizer):
         limit = float(clip_value)
         with self._locked():
             self._training.check_gradients()
+            for dtype in {param.dtype for param in self._training.gradients}:
+                torch.empty(0, dtype=dtype).clamp_(min=-limit, max=limit)  # raises for complex ones
             self._training.change_gradients(
                 lambda views: [view.clamp_(min=-limit, max=limit) for view in views]
             )

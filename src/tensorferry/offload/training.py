@@ -1006,11 +1006,15 @@ class Training:
         """Apply the pending changes of a slab of gradients, which is held."""
         if not gradients.pending:
             return
-        views = list(self._views(gradients).values())
-        for change in gradients.pending:
-            change(views)
-        gradients.pending.clear()
         self.cycle.mark_dirty(gradients.index)
+        views = self._views(gradients)
+        while gradients.pending:
+            change, params = gradients.pending[0]
+            if chosen := [view for param, view in views.items() if param in params]:
+                change(chosen)
+            del gradients.pending[
+                0
+            ]  # a retry must not make this change again if a later one raises
 
     def _views(self, gradients: Slab) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients in a held slab, by parameter."""
@@ -1032,14 +1036,19 @@ class Training:
                 self._settle(slab)
                 yield self._views(slab)
 
-    def change_gradients(self, change: Callable[[list[torch.Tensor]], object]) -> None:
-        """Schedule a change of all gradients for the next time when they are in memory."""
+    def change_gradients(
+        self,
+        change: Callable[[list[torch.Tensor]], object],
+        params: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        """Schedule a change of the gradients of ``params``, or of all, for the next time when they are in memory."""
         if self._step_early is not None:
             raise RuntimeError(
                 "step_in_backward=True: parameters are already stepped, and gradients cannot be clipped or unscaled"
             )
-        for slab in self._slabs_of_gradients(self.gradients):
-            slab.pending.append(change)
+        changed = set(self.gradients if params is None else params)
+        for slab in self._slabs_of_gradients(changed):
+            slab.pending.append((change, changed))
         self._norms.clear()
 
     @torch.no_grad()
@@ -1074,11 +1083,11 @@ class Training:
 
         # A finite norm implies finite elements. An infinite one does not: the norm may exceed the range of its dtype.
         if not all(norm is None or norm.isfinite().item() for norm in norms):
-            for views in self._read(self._slabs_of_gradients(self.gradients)):
+            for views in self._read(self._slabs_of_gradients(params)):
                 if not all(view.isfinite().all() for view in views.values()):
                     found_inf.fill_(1.0)
         if scale.item() != 1.0:
-            self.change_gradients(unscaled)
+            self.change_gradients(unscaled, params)  # GradScaler calls this once for each dtype
 
     # The optimizer's step
 
@@ -1227,9 +1236,11 @@ class StoredGradient(torch.Tensor):
         name, asked, is_attribute = question(func)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             gradients, found_inf, inv_scale = args
-            training = gradients[0]._training()
+            # Gradients without elements are in no slab.
+            stored = [each for each in gradients if isinstance(each, StoredGradient)]
+            training = stored[0]._training()
             if training is not None:
-                training.unscale([each._param for each in gradients], found_inf, inv_scale)
+                training.unscale([each._param for each in stored], found_inf, inv_scale)
             return None
         if not asked or (is_attribute and (len(args) > 1 or name == "data")):
             raise RuntimeError(
