@@ -420,6 +420,57 @@ def test_a_committed_step_is_all_of_it_and_must_not_be_lost_by_accident(director
     assert_same_parameters_after_resume(directory, in_memory(1))
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_commit_with_missing_files_is_no_directory_without_a_commit(
+    directory: Path, number: int
+) -> None:
+    """For example, the second drive is not mounted: the next commit must not replace this one."""
+    drives = [directory / "one", directory / "other"]
+    first = offloaded(parameters(), drives, commit="step")
+    step(first, 0)
+    first.close()
+    away = {file: file.read_bytes() for file in drives[number].glob("*.segment")}
+    for file in away:
+        file.unlink()
+    with pytest.raises(tensorferry.StorageError, match="opening a segment"):
+        offloaded(parameters(), drives, commit="step")
+    for file, data in away.items():
+        file.write_bytes(data)
+    again = offloaded(parameters(), drives, commit="step")
+    assert again.resume() == 1
+    assert_same(again, in_memory(1))
+    again.close()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_commit_of_the_other_kind_is_refused_and_nothing_changes(
+    directory: Path, trains: bool
+) -> None:
+    model = torch.nn.Linear(8, 8)
+
+    def opened(trains: bool, lr: float) -> offload.OffloadedOptimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        options: Any = {"memory_budget": "1MiB", "commit": "step"}
+        if trains:
+            return offload.offload_training(model, optimizer, directory, **options)[1]
+        return offload.offload_optimizer(optimizer, directory, **options)
+
+    first = opened(trains, 0.5)
+    model(torch.ones(8)).sum().backward()
+    first.step()
+    first.close()
+    model = torch.nn.Linear(8, 8)
+    other = opened(not trains, 0.25)
+    with pytest.raises(ValueError, match="was committed by"):
+        other.resume()
+    assert other.param_groups[0]["lr"] == 0.25
+    assert other.state_dict()["state"] == {}
+    other.discard_committed()
+    model(torch.ones(8)).sum().backward()
+    other.step()
+    other.close()
+
+
 def test_masters_and_parameters_are_those_of_the_committed_step(directory: Path) -> None:
     first = offloaded(
         parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32

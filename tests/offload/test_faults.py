@@ -12,6 +12,8 @@ import torch
 
 from tensorferry import StorageError
 from tensorferry.offload import OffloadError, offload_optimizer
+from tensorferry.offload.lending import Lender
+from tests.offload.test_surroundings import Averaging
 from tests.offload.twins import (
     SMALL,
     Gradients,
@@ -100,6 +102,77 @@ def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
     faultfs.clear()
     drive.retry()
     whole(wanted, params, memory, drive, gradients)
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded, skip):
+    wanted, params = parameters(), parameters()
+    memory = Averaging(wanted)
+    drive = offloaded(Averaging(params), SMALL, path=faultfs.path)
+    train(Gradients(wanted, params), memory, drive, steps=2)
+    drive.drain()
+    for param in (*wanted, *params):
+        param.grad = None
+    memory.eval()
+    faultfs.order(Fault("read", error=errno.EIO, skip=skip))
+    with pytest.raises(OffloadError):
+        drive.eval()
+    faultfs.clear()
+    drive.retry()
+    assert drive.steps == 2
+    assert_equal(wanted, params)
+    assert not drive.param_groups[0]["trains"]
+
+
+class Failing(torch.Tensor):
+    """A gradient that fails to be converted, as for lack of memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ == "to":
+            raise MemoryError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_step_in_memory_that_cannot_begin_leaves_parameters_as_they_are(offloaded, before):
+    params = parameters(dtype=torch.bfloat16)
+    drive = offloaded(adamw(params), 64 << 20, master_dtype=torch.float32)
+    gradients = Gradients(params)
+    train(gradients, drive, steps=before)
+    kept = copies(params)
+    gradients.give()
+    params[0].grad = params[0].grad.as_subclass(Failing)
+    with pytest.raises(MemoryError):
+        drive.step()
+    assert_equal(kept, params)
+
+
+def test_a_step_that_cannot_begin_changes_nothing(offloaded, monkeypatch):
+    wanted, params = parameters(), parameters()
+    memory, inner = [
+        adamw([{"params": each[:4]}, {"params": each[4:]}]) for each in (wanted, params)
+    ]
+    drive = offloaded(inner, SMALL)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    gradients.give()
+    memory.step()
+    target_of = Lender.target_of
+
+    def fails(lender, param):
+        if param is params[5] and param.grad is not None:
+            raise MemoryError
+        return target_of(lender, param)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lender, "target_of", fails)
+        with pytest.raises(MemoryError):
+            drive.step()
+    assert all(param.grad is not None for param in params)
+    drive.step()
+    assert_equal(wanted, params)
+    assert_same_state(memory, drive)
 
 
 def test_a_full_disk_at_the_start_changes_nothing(faultfs):

@@ -372,19 +372,19 @@ class Lender:
 
     def call_in_memory(self, function: Callable[[], Any]) -> None:
         """Call a method of the optimizer for all parameters, with the state that the optimizer holds itself."""
-        lent = [
-            (param, self.target_of(param))
-            for param in params_in(self._optimizer.param_groups)
-            if not self.is_direct(param)
-        ]
+        lent: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            for param, target in lent:
+            for param in params_in(self._optimizer.param_groups):
+                if self.is_direct(param):
+                    continue
+                target = self.target_of(param)
                 local, grad = local_of(param).detach(), _redistribute(param, param.grad)
                 grad = grad.lent() if isinstance(grad, GradientElsewhere) else grad
                 if target.dtype != local.dtype:
                     self.set_master(param, None)
                 else:
                     target.data = local.to(target.device)
+                lent.append((param, target))  # from here on the target has the parameter's values
                 if grad is not None:
                     target.grad = local_of(grad).to(target.device, target.dtype)
             with params_replaced(self._optimizer, lambda params: list(map(self.target_of, params))):
@@ -402,11 +402,11 @@ class Lender:
         known = param in self.masters
         if not known:
             target.data = torch.empty_like(local, dtype=target.dtype, device=target.device)
-            self.masters.add(param)
         if value is not None:
             target.data.copy_(local_of(value))
         else:
             renew_master(target.data, local, known=known)
+        self.masters.add(param)
 
 
 @contextlib.contextmanager

@@ -275,13 +275,20 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             residency = self._readable()
             self._handed_out.settle()
             order = self._order(lambda _: True)
-            # The method may handle parameters without gradients, too, so each call gets those of one bucket only.
-            alone, self._lender.alone = self._lender.alone, True
-            try:
-                sweep = Sweep(order, class_method(self._inner, name), {}, is_step=False)
+            sweep = Sweep(order, class_method(self._inner, name), {}, is_step=False)
+            with self._with_all(sweep):
                 self._go_on(residency, sweep)
-            finally:
-                self._lender.alone = alone
+
+    @contextlib.contextmanager
+    def _with_all(self, sweep: Sweep) -> Iterator[None]:
+        """Lend the optimizer also parameters without gradients, unless the sweep is a step: methods may need them."""
+        # Each call gets the parameters of one bucket only.
+        alone = self._lender.alone
+        self._lender.alone = alone or not sweep.is_step
+        try:
+            yield
+        finally:
+            self._lender.alone = alone
 
     def retry(self) -> None:
         """Continue after a failure: finish a step that is half done, and write what could not be written.
@@ -306,7 +313,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                         f"the gradient of a parameter of shape {tuple(changed.shape)} has been replaced, removed or "
                         "modified since the step began"
                     )
-                self._go_on(residency, self._sweep)
+                with self._with_all(self._sweep):
+                    self._go_on(residency, self._sweep)
             with self._storing():
                 residency.flush()
             self._commit_step(residency)
@@ -528,9 +536,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     def _step_buckets(self, residency: Residency, sweep: Sweep) -> None:
         lender = self._lender
-        sweep.snapshot = lender.begin(sweep.snapshot)
         whole = False
         try:
+            sweep.snapshot = lender.begin(sweep.snapshot)
             sweep.note_gradients(lender.gradients())
             left = sweep.order[sweep.done :]
             if sweep.ends:
@@ -755,6 +763,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         twin = twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})
         saved.check_values(twin)
+        if with_params:
+            saved.check_places(in_slabs=self._stores_params)
         params = list(params_in(twin.param_groups))
         saved.check_params(params, [self._lender.step_dtype(param) for param in params])
         with self._groups_replaced(twin.param_groups):
@@ -1177,6 +1187,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         target = self._lender.target_of(param)
         self._inner.state.pop(target, None)
         self._inner.state.pop(param, None)
+        self._lender.masters.discard(param)
         if not state:
             return
         state = dict(state)

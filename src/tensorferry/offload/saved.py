@@ -32,6 +32,7 @@ from tensorferry.offload.plan import (
 )
 from tensorferry.offload.states import shape_of_state
 from tensorferry.store import TensorStore
+from tensorferry.store.manifest import names_in as manifests_in
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
@@ -223,6 +224,25 @@ class Saved:
                     f"{type(optimizer).__name__} needs"
                 )
 
+    def check_places(self, *, in_slabs: bool) -> None:
+        """Raise unless the parameters were on drives, in slabs, or in memory, as they are here.
+
+        Raises
+        ------
+        ValueError
+            The other function has offloaded the optimizer.
+        """
+        if self._slabs and not in_slabs:
+            raise ValueError(
+                f"{self._path!r} was committed by offload_training(), with parameters on drives; continue it "
+                "with offload_training(), not with offload_optimizer()"
+            )
+        if in_slabs and not self._slabs:
+            raise ValueError(
+                f"{self._path!r} was committed by offload_optimizer(), with parameters in memory; continue it "
+                "with offload_optimizer(), not with offload_training()"
+            )
+
     def layout(
         self,
         params: Sequence[torch.Tensor],
@@ -369,11 +389,6 @@ class Saved:
         StorageError
             As for :meth:`read`.
         """
-        if self._slabs:
-            raise ValueError(
-                f"{self._path!r} was committed by offload_training(), with parameters on drives; continue it "
-                "with offload_training(), not with offload_optimizer()"
-            )
         for name, members in packed_params(params):
             locals_ = [local_of(param).detach() for param in members]
             read = [each.cpu().contiguous() for each in locals_]
@@ -387,16 +402,9 @@ class Saved:
 
         Raises
         ------
-        ValueError
-            The parameter was in memory.
         StorageError
             As for :meth:`read`.
         """
-        if not self._slabs:
-            raise ValueError(
-                f"{self._path!r} was committed by offload_optimizer(), with parameters in memory; continue it "
-                "with offload_optimizer(), not with offload_training()"
-            )
         name, at = self._slabs[index]
         if self._slab is None or self._slab[0] != name:
             self._slab = None
@@ -468,8 +476,9 @@ def open_commits(paths: list[str]) -> list[Saved]:
                 store.close()
                 raise
     except StorageError as error:
-        # There may be no commit, or no previous one. A previous one that is damaged is not needed.
-        if not found and error.errno != errno.ENOENT:
+        # There may be no commit, or no previous one. A previous one that is damaged is not needed. Files that a commit
+        # names may be missing, too, for example if a drive is not mounted: that is not a directory without a commit.
+        if not found and (error.errno != errno.ENOENT or manifests_in(paths[0])):
             raise
     except BaseException:
         for each in found:
