@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+from tensorferry.offload.optimizer_snapshot import same
 from tests.offload.twins import (
     SMALL,
     Gradients,
@@ -34,6 +35,47 @@ def test_a_state_dict_stays_as_it_was(offloaded):
     for index, state in then.items():
         for key, value in state.items():
             assert torch.equal(saved["state"][index][key], value), key
+
+
+@pytest.mark.parametrize("budget", [SMALL, 64 << 20])
+def test_a_new_state_replaces_all_of_the_old_one(offloaded, budget):
+    wanted, params, memory, drive = pair(offloaded, budget=budget)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    drive.state["of all"] = 1
+    with pytest.raises(KeyError):
+        drive.state = {params[0]: {}, torch.zeros(1): {"step": 1}}
+    with pytest.raises(TypeError):
+        drive.state = {params[0]: {}, params[1]: 1}
+    assert drive.state.pop("of all") == 1
+    assert_same_state(memory, drive)
+    key = ("of", "all")
+    for optimizer, mine in ((memory, wanted), (drive, params)):
+        kept = {mine[1]: optimizer.state[mine[1]]}
+        state = collections.defaultdict(dict, kept)
+        if optimizer is drive:
+            state |= {mine[0]: {}, key: 0}
+        optimizer.state = state
+    assert ("of", "all") in drive.state
+    drive.state = drive.state
+    assert drive.state.pop(key) == 0
+    assert_same_state(memory, drive)
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+
+
+def test_a_deleted_master_is_made_again_from_the_parameter(offloaded):
+    found = []
+    for budget in (SMALL, 64 << 20):
+        params = parameters(dtype=torch.bfloat16)
+        drive = offloaded(adamw(params), budget, master_dtype=torch.float32)
+        gradients = Gradients(params)
+        train(gradients, drive)
+        del drive.state[params[0]]
+        assert params[0] not in drive.state
+        train(gradients, drive, steps=1)
+        found.append({key: value.clone() for key, value in drive.state[params[0]].items()})
+    assert same(*found)
 
 
 def test_a_saved_state_dict_can_be_changed_and_written(offloaded):

@@ -171,14 +171,19 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         optimizer = self._optimizer
         with optimizer._locked():
             optimizer._readable()
+            self._check(param, state)
             if not isinstance(param, torch.Tensor):  # torch allows any key in a state
                 optimizer._extra_entries[param] = state
                 return
-            if param not in optimizer._shapes:
-                raise KeyError(f"state: not a parameter of this optimizer: {type(param).__name__}")
-            if not isinstance(state, dict):
-                raise TypeError(f"state: {type(state).__name__} is not a dict")
             optimizer._handed_out.put(param, state)
+
+    def _check(self, param: Any, state: Any) -> None:
+        if not isinstance(param, torch.Tensor):
+            return
+        if param not in self._optimizer._shapes:
+            raise KeyError(f"state: not a parameter of this optimizer: {type(param).__name__}")
+        if not isinstance(state, dict):
+            raise TypeError(f"state: {type(state).__name__} is not a dict")
 
     def __delitem__(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer
@@ -192,6 +197,8 @@ class StateView(MutableMapping[torch.Tensor, Any]):
             optimizer._handed_out.put(param, None)
 
     def __contains__(self, param: object) -> bool:
+        if not isinstance(param, torch.Tensor):
+            return param in self._optimizer._extra_entries
         return any(param is each for each in self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -209,11 +216,14 @@ class StateView(MutableMapping[torch.Tensor, Any]):
     def replace(self, states: Any) -> None:
         """Replace the states of all parameters; those not in ``states`` lose theirs."""
         self._optimizer._readable()
+        given = dict(states)
+        for param, state in given.items():
+            self._check(param, state)
         for param in list(self):
-            if param in self._optimizer._extra_entries or param not in states:
+            if not given.get(param) or not isinstance(param, torch.Tensor):
                 del self[param]
-        for param, state in dict(states).items():
-            if state:
+        for param, state in given.items():
+            if state or not isinstance(param, torch.Tensor):
                 self[param] = state
 
     def __repr__(self) -> str:
