@@ -124,6 +124,25 @@ def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded
     assert not drive.param_groups[0]["trains"]
 
 
+def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(offloaded):
+    class Picky(torch.optim.AdamW):
+        def load_state_dict(self, state_dict):
+            if any("refused" in state for state in state_dict["state"].values()):
+                raise ValueError("refused")
+            super().load_state_dict(state_dict)
+
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = Picky(params)
+    train(Gradients(params), optimizer)
+    optimizer.state[params[3]]["refused"] = 1
+    kept = optimizer.state
+    states = dict(kept)
+    with pytest.raises(ValueError, match="refused"):
+        offloaded(optimizer, 64 << 20, master_dtype=torch.float32)
+    assert optimizer.state is kept
+    assert dict(kept) == states
+
+
 class Failing(torch.Tensor):
     """A gradient that fails to be converted, as for lack of memory."""
 

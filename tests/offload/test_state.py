@@ -38,6 +38,17 @@ def test_a_state_dict_stays_as_it_was(offloaded):
 
 
 @pytest.mark.parametrize("budget", [SMALL, 64 << 20])
+def test_the_first_state_has_entries_of_no_parameter_too(offloaded, budget):
+    memory = adamw(parameters())
+    train(Gradients(memory.param_groups[0]["params"]), memory)
+    memory.state["of all"] = {"count": 3}
+    wanted = memory.state_dict()
+    drive = offloaded(memory, budget)
+    assert drive.state["of all"] == {"count": 3}
+    assert list(drive.state_dict()["state"]) == list(wanted["state"])
+
+
+@pytest.mark.parametrize("budget", [SMALL, 64 << 20])
 def test_a_new_state_replaces_all_of_the_old_one(offloaded, budget):
     wanted, params, memory, drive = pair(offloaded, budget=budget)
     gradients = Gradients(wanted, params)

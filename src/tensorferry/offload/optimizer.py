@@ -146,14 +146,18 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             self._probe, self._lender.step_dtype, params_nbytes=self._params_nbytes
         )
         # Both optimizers share one list of groups and one set of hooks, so hooks registered earlier run once per step.
-        kept = optimizer.param_groups
+        kept, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = self.param_groups
+        optimizer.state = defaultdict(dict, state)  # the new state, if it stays in memory
         try:
             self._install(self._planned())
             self._fill(self._state_before)
+            self._extra_entries = {
+                key: value for key, value in state.items() if not isinstance(key, torch.Tensor)
+            }
             self._take_params()
         except BaseException:
-            optimizer.param_groups = kept
+            optimizer.param_groups, optimizer.state = kept, state
             raise
         for name in HOOKS:
             # The same dict object: a hook's handle removes the hook from it.
