@@ -557,6 +557,165 @@ def test_data_that_does_not_fit_is_refused_and_other_changes_are_kept(directory:
     drive.close()
 
 
+def linears(directory: Path, width: int = WIDTH, **options: Any) -> tuple[Any, TrainingOptimizer]:
+    """Return two layers in training on drives."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return offload_training(model, optimizer, directory, memory_budget="4MiB", **options)
+
+
+def test_views_and_data_of_other_parameters_may_become_the_data(directory: Path) -> None:
+    model, drive = linears(directory / "x")
+    first, second = [model[at].weight for at in (0, 1)]
+    wanted = [value.clone() for value in model.state_dict().values()]
+    with drive.in_memory(model):
+        first.data, second.data = second.data, first.data.t()
+        # These two are in one slab.
+        model[1].bias.data = model[1].weight.data[0]
+    wanted[0], wanted[2] = wanted[2], wanted[0].t().contiguous()
+    wanted[3] = wanted[2][0].clone()
+    assert same([value.clone() for value in model.state_dict().values()], wanted)
+    with pytest.raises(ValueError, match=r"0\.weight: its data must be"), drive.in_memory(model):
+        first.data = first.data[:2]
+    assert same([value.clone() for value in model.state_dict().values()], wanted)
+    drive.close()
+
+
+@pytest.mark.parametrize("width", [8, 256])  # the values are copied, or mapped from the store
+def test_changes_in_memory_count_before_the_block_ends(directory: Path, width: int) -> None:
+    model, drive = linears(directory / "x", width)
+    weight = model[0].weight
+    model.state_dict()  # all is stored
+    drive.drain()
+    with drive.in_memory(model), torch.no_grad():
+        weight.fill_(1)
+        assert model.state_dict()["0.weight"].unique().tolist() == [1]
+        weight.fill_(2)
+        assert model.state_dict()["0.weight"].unique().tolist() == [2]
+        weight.data = torch.full_like(weight, 3)
+        drive.stats()
+        assert weight.unique().tolist() == [3]
+        weight.fill_(4)
+        drive.checkpoint(directory / "kept")
+        weight.fill_(5)
+    assert model.state_dict()["0.weight"].unique().tolist() == [5]
+    drive.restore(directory / "kept")
+    assert model.state_dict()["0.weight"].unique().tolist() == [4]
+    drive.close()
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_frozen_parameters_in_files_cannot_be_changed(directory: Path, way: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(before, directory / "model.safetensors")
+    optimizer = torch.optim.SGD(model[1].parameters())
+    _, drive = offload_training(
+        *(model, optimizer, directory / "x"),
+        memory_budget="4MiB",
+        files=directory / "model.safetensors",
+    )
+
+    def change() -> None:
+        with drive.in_memory(model), torch.no_grad():
+            if way == "data":
+                model[0].weight.data = torch.zeros(WIDTH, WIDTH)
+            else:
+                model[0].weight.data.zero_()
+            model[1].weight.zero_()
+
+    with pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias: frozen parameters"):
+        change()
+    before["1.weight"].zero_()
+    assert same({name: value.clone() for name, value in model.state_dict().items()}, before)
+    with drive.in_memory(model):
+        assert same(model[0].weight.detach(), before["0.weight"])
+    drive.close()
+
+
+@pytest.mark.parametrize("where", ["_begin", "_hold"])
+def test_after_ctrl_c_no_pass_runs_and_no_hook_stays(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.by
+
+    model = Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, drive = offload_training(model, optimizer, directory / "x", memory_budget="1MiB")
+    training = drive._training
+    original = getattr(Training, where)
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return original(*arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(WIDTH))
+        if where == "_hold":
+            with pytest.raises(KeyboardInterrupt), drive.in_memory(model):
+                pass
+    assert not training._runs
+    assert not training._forward
+    assert not any(slab.holds for slab in training.plan.slabs)
+    model(torch.ones(WIDTH)).sum().backward()
+    drive.step()
+    assert not model.state_dict()["by"].any()
+    drive.close()
+
+
+def test_ctrl_c_while_parameters_move_leaves_the_model_as_it_was(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "_note_freed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        offload_training(
+            *(model, torch.optim.SGD(model.parameters()), directory / "x"), memory_budget="4MiB"
+        )
+    assert same(dict(model.state_dict()), before)
+
+
+def test_a_load_that_raises_in_the_middle_releases_parameters(directory: Path) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.zeros(WIDTH))
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x + self.own)
+
+    def refuses(*_: Any) -> None:
+        raise ValueError("no")
+
+    model: Any = Outer()
+    optimizer = torch.optim.SGD(model.parameters())
+    _, drive = offload_training(model, optimizer, directory / "x", memory_budget="4MiB")
+    values = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    hook = model.inner.register_load_state_dict_pre_hook(refuses)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            model.load_state_dict(values)
+        assert model.state_dict()["own"].unique().tolist() == [1]
+    hook.remove()
+    model(torch.ones(WIDTH))
+    assert not any(slab.holds for slab in drive._training.plan.slabs)
+    drive.close()
+
+
 def test_clipping_by_other_norms_and_several_times(pair: Any) -> None:
     both = pair()
     for run in both:

@@ -356,7 +356,7 @@ class TrainingOptimizer(OffloadedOptimizer):
             all_in_flight=self._commit != "none",
             gpu=device.index or 0 if device.type == "cuda" else -1,
         )
-        training.move(given.values_of)
+        training.move(given.values_of, self._guarded)
         try:
             training.take_over(self._guarded, self._step_early if self._steps_early else None)
         except BaseException:

@@ -35,10 +35,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree, checkpoint
 
+from tensorferry import _core
+from tensorferry.errors import StorageError
 from tensorferry.offload.absent import Forward, outside_of_graphs, question, recorded
 from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.lending import GradientElsewhere, trim_heap
-from tensorferry.offload.matching import WHOLE, users
+from tensorferry.offload.matching import WHOLE, told, users
 from tensorferry.offload.plan import PACKED_NBYTES
 from tensorferry.offload.slabs import slabs_of
 from tensorferry.transfer.arrays import tensor_bytes
@@ -340,10 +342,15 @@ class Training:
 
     # Data of parameters
 
-    def move(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def move(
+        self,
+        values: Callable[[torch.Tensor], torch.Tensor | None],
+        guard: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
         """Move all parameters into slabs.
 
-        ``values`` returns the values of a parameter, or None if the parameter itself has them.
+        ``values`` returns the values of a parameter, or None if the parameter itself has them; ``guard`` is that of
+        :meth:`take_over`.
         """
         moved: list[Slab] = []
         try:
@@ -355,21 +362,25 @@ class Training:
                         value = values(param)
                         field.view(memory).copy_(param.detach() if value is None else value)
                     self.cycle.mark_dirty(slab.index)
-                for param in slab.fields:
-                    self._put_away(param)
+                with guard():
+                    for param in slab.fields:
+                        self._put_away(param)
                 if slab.source is None:
                     value = None
                     self.cycle.release(slab.index, dirty=False)
                     self._note_freed(slab.nbytes)
         except BaseException:
-            self.give_back(moved[:-1])
+            self.give_back(moved)
             raise
 
     def give_back(self, slabs: Sequence[Slab]) -> None:
         """Restore parameters of slabs to ordinary memory."""
         for slab in slabs:
+            away = {param: each for param, each in slab.fields.items() if type(param) is self._away}
+            if not away:
+                continue
             [memory] = self.cycle.hold([slab.index])
-            for param, field in slab.fields.items():
+            for param, field in away.items():
                 param.__class__ = nn.Parameter
                 param.data = field.view(memory).clone()
             self.cycle.release(slab.index, dirty=False)
@@ -523,45 +534,88 @@ class Training:
 
         With ``written``, the block may change their parameters, and the new values are kept.
         """
-        with self._guard():
-            self._hold(slabs)
-            for slab in slabs:
-                slab.kept += 1
+        is_held = has_begun = False
+        in_files: dict[Slab, int] = {}
         try:
+            with self._guard():  # a signal takes effect when this ends
+                self._hold(slabs)
+                for slab in slabs:
+                    slab.kept += 1
+                is_held = True
+                if written:
+                    in_files = {slab: _checksum(slab) for slab in slabs if slab.source is not None}
+            has_begun = True
             yield
         finally:
-            with self._guard():
-                refused: ValueError | None = None
-                for slab in slabs:
-                    slab.kept -= 1
-                    if written:
-                        slab.version += 1
-                        try:
-                            self._take_data(slab)
-                        except (
-                            ValueError
-                        ) as error:  # the other slabs must be stored and released nevertheless
-                            refused = refused or error
-                        self._keep_written(slab)
-                    self._let_go(slab)
-                if refused is not None:
-                    raise refused
+            if is_held:
+                with self._guard():
+                    self._end_hold(slabs, in_files, written=written and has_begun)
 
-    def _take_data(self, slab: Slab) -> None:
-        """Copy tensors that were assigned to ``.data`` of a slab's parameters into the slab."""
-        for param, field in slab.fields.items():
-            data, view = param.data, field.view(slab.here)
-            if data.data_ptr() == view.data_ptr():
-                continue
-            if (data.shape, data.dtype) != (view.shape, view.dtype):
-                raise ValueError(
-                    f"{self.plan.names[param]}: its data must be {view.dtype} of shape {tuple(view.shape)} (got "
-                    f"{data.dtype} of shape {tuple(data.shape)})"
-                )
+    def _end_hold(self, slabs: Sequence[Slab], in_files: dict[Slab, int], *, written: bool) -> None:
+        """End what :meth:`held` has begun; ``in_files`` has the checksums of slabs that are read from files."""
+        # After a refusal, the other slabs must be stored and released nevertheless.
+        refused: Exception | None = self._take_data(slabs) if written else None
+        for slab in slabs:
+            slab.kept -= 1
+            if slab in in_files and _checksum(slab) != in_files[slab]:
+                refused = refused or self._in_files(slab)
+                assert slab.source is not None
+                assert slab.memory is not None
+                try:
+                    slab.source(slab.memory).result()
+                except StorageError as error:
+                    refused = error
+            elif written and slab.source is None:
+                slab.version += 1
+                self._keep_written(slab)
+            self._let_go(slab)
+        if refused is not None:
+            raise refused
+
+    def _take_data(self, slabs: Sequence[Slab]) -> Exception | None:
+        """Copy tensors that were assigned to ``.data`` of parameters into the slabs; return why some are refused."""
+        refused: Exception | None = None
+        copies = []
+        for slab in slabs:
+            for param, field in slab.fields.items():
+                data, view = param.data, field.view(slab.here)
+                if (data.shape, data.dtype) != (view.shape, view.dtype):
+                    refused = refused or ValueError(
+                        f"{self.plan.names[param]}: its data must be {view.dtype} of shape {tuple(view.shape)} (got "
+                        f"{data.dtype} of shape {tuple(data.shape)})"
+                    )
+                elif any(
+                    getattr(data, name)() != getattr(view, name)()
+                    for name in ("data_ptr", "stride", "is_conj", "is_neg")
+                ):
+                    if slab.source is not None:
+                        refused = refused or self._in_files(slab)
+                        continue
+                    # The data may lie in a slab, for example that of another parameter.
+                    copies.append((view, data if self._slab_at(data) is None else data.clone()))
+        for view, data in copies:
             view.copy_(data)
+        return refused
+
+    def _in_files(self, slab: Slab) -> RuntimeError:
+        names = [self.plan.names[param] for param in slab.fields]
+        return RuntimeError(
+            f"{told(names)}: frozen parameters that are read from files= in each pass cannot be changed"
+        )
+
+    def _keep_changes(self) -> None:
+        """Keep what the callers of :meth:`held` have changed so far."""
+        slabs = [slab for slab in self.plan.of_params if slab.kept and slab.source is None]
+        refused = self._take_data(slabs)
+        if refused is not None:
+            raise refused
+        for slab in slabs:
+            self._keep_written(slab)
 
     def _keep_written(self, slab: Slab) -> None:
         """Mark a held slab as modified; copy its bytes back from the device first if the model computes there."""
+        if slab.source is not None:
+            return  # each pass reads it from the user's files
         if slab.on_device is not None:
             assert slab.memory is not None
             slab.memory.copy_(slab.on_device)
@@ -579,6 +633,7 @@ class Training:
     def _clean(self) -> None:
         """End an interrupted pass: release all slabs except those that held() still holds."""
         self._end_backward(failed=True)
+        self._end_loading()
         for _, hooks in reversed(self._forward):
             if hooks is not None:
                 hooks.__exit__(None, None, None)
@@ -595,6 +650,8 @@ class Training:
         They are plain ``nn.Parameter`` objects then; those that are not in memory have their shape and strides, and no
         values.
         """
+        if not self._inside:
+            self._keep_changes()  # before the parameters' data is set again
         self._inside += 1
         if self._inside == 1:
             self._renew()
@@ -621,18 +678,24 @@ class Training:
         if self._runs:  # the model calls itself
             self._check_thread()
             return forward(*args, **kwargs)
-        with self._guard():
-            self._check_thread()
-            self._clean()
-            self._begin(learns=torch.is_grad_enabled())
-            self._runs, self._thread = True, threading.get_ident()
-        try:
+        with contextlib.ExitStack() as undo:
+            with self._guard():  # a signal takes effect when this ends
+                self._check_thread()
+                self._clean()
+                self._begin(learns=torch.is_grad_enabled())
+                undo.callback(self._end_run)
+                self._runs, self._thread = True, threading.get_ident()
             for step in self.plan.steps:
                 if step.module is self.plan.model:
                     return self._computed(step, forward, args, kwargs, notes=True)
             return forward(*args, **kwargs)
-        finally:
-            self._runs = False
+
+    def _end_run(self) -> None:
+        self._runs = False
+        # torch calls no hook of a module that Ctrl-C has interrupted.
+        if self._forward and not self.is_closed:
+            with self._guard():
+                self._clean()
 
     def _check_thread(self) -> None:
         """Raise if another thread is running the model."""
@@ -1171,6 +1234,8 @@ class Training:
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values: large ones mapped from the store as a snapshot, small ones as a copy."""
         slab, field = self.plan.place_of[param]
+        with self._guard():
+            self._keep_changes()
         if slab.source is None and field.nbytes >= PACKED_NBYTES:
             with self._guard():
                 self.cycle.flush()
@@ -1203,10 +1268,18 @@ class Training:
                     "be replaced"
                 )
         slabs = [slab_of[name] for name in module._parameters if name in slab_of]
+        if module in self._loading:
+            self._end_loading()
         if slabs:
             loading = self.held(list(dict.fromkeys(slabs)), written=True)
             loading.__enter__()
             self._loading[module] = loading
+
+    def _end_loading(self) -> None:
+        """Release the parameters of modules into which a load_state_dict() that has raised was loading."""
+        while self._loading:
+            _, loading = self._loading.popitem()
+            loading.__exit__(None, None, None)
 
     def _after_load(self, module: nn.Module, _: Any) -> None:
         loading = self._loading.pop(module, None)
@@ -1383,6 +1456,10 @@ def _users(memory: torch.Tensor) -> int:
     """Return the number of tensors that use a tensor's storage."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
     return count - 1  # the Python object of the storage has one reference
+
+
+def _checksum(slab: Slab) -> int:
+    return _core.crc32(slab.here.cpu().numpy())
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
