@@ -471,6 +471,26 @@ def test_a_commit_of_the_other_kind_is_refused_and_nothing_changes(
     other.close()
 
 
+def test_lazy_conjugates_are_committed_with_their_values(directory: Path) -> None:
+    def opened() -> tuple[torch.Tensor, offload.OffloadedOptimizer]:
+        values = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+        param = torch.nn.Parameter(torch.complex(*values).conj())
+        assert param.is_conj()
+        optimizer = torch.optim.SGD([param, torch.nn.Parameter(torch.ones(2))], momentum=0.9)
+        return param, offload.offload_optimizer(
+            optimizer, directory, memory_budget="1MiB", commit="step"
+        )
+
+    param, first = opened()
+    param.grad = torch.ones_like(param)
+    first.step()
+    first.close()
+    other, again = opened()
+    assert again.resume() == 1
+    assert torch.equal(other.detach().resolve_conj(), param.detach().resolve_conj())
+    again.close()
+
+
 def test_masters_and_parameters_are_those_of_the_committed_step(directory: Path) -> None:
     first = offloaded(
         parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32

@@ -391,7 +391,7 @@ class Saved:
         """
         for name, members in packed_params(params):
             locals_ = [local_of(param).detach() for param in members]
-            read = [each.cpu().contiguous() for each in locals_]
+            read = [_plain(each).cpu() for each in locals_]
             self._store.read(name, [tensor_bytes(each) for each in read]).result()
             for local, value in zip(locals_, read, strict=True):
                 if value is not local:
@@ -508,10 +508,15 @@ def packed_params(
 def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of parameters one after the other; a single contiguous parameter is not copied."""
     return (
-        torch.cat([tensor_bytes(local_of(param).detach().contiguous()) for param in members])
+        torch.cat([tensor_bytes(_plain(local_of(param).detach())) for param in members])
         if (len(members) > 1)
-        else tensor_bytes(local_of(members[0]).detach().contiguous())
+        else tensor_bytes(_plain(local_of(members[0]).detach()))
     )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its elements in order, and with the values that a lazy conjugate or negative stands for."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _name_of(dtype: torch.dtype) -> str:
