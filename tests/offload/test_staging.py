@@ -60,6 +60,22 @@ def test_steps_on_a_device_are_those_in_memory(
     with_us.close()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_buckets_of_a_later_group_may_be_larger(directory: Path, first: int) -> None:
+    found = []
+    for place in (None, directory):
+        params = parameters([(17,), (300, 200)])
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW([{"params": params[:first]}])
+        if place is not None:
+            optimizer = offload.offload_optimizer(optimizer, place, memory_budget=ALL)
+        optimizer.add_param_group({"params": params[first:]})
+        for number in range(2):
+            step(optimizer, number)
+        found.append(optimizer)
+    assert_same(*found)
+    found[1].close()  # type: ignore[attr-defined]
+
+
 def test_masters_are_stepped_on_the_device(directory: Path) -> None:
     with_us = offloaded(
         parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32

@@ -995,6 +995,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 buckets = [*self._buckets, *added]
                 self._check_budget(buckets)
                 stays = self._in_memory and self._fits_at_home(buckets)
+                staging = self._staging_for(buckets)
                 with self._interrupts.deferred():
                     residency.resize(self._memory_for(buckets, in_memory=stays))
                     residency.add(added)
@@ -1008,7 +1009,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 self._in_memory = False
                 self._inner.state = defaultdict(dict)
                 self._lender.masters.clear()
-            self._buckets = buckets
+            self._buckets, self._staging = buckets, staging
             self._index_params()
             self._fill(begun.get, [bucket.index for bucket in added])
 
@@ -1109,12 +1110,17 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         )
         if not self._in_memory:
             residency.touch()
-        if device is not None and buckets:
-            self._staging = Staging(device, max(bucket.nbytes for bucket in buckets))
+        self._staging = self._staging_for(buckets)
         residency.interrupted = self._interrupts.was_repeated
         residency.add(buckets)
         self._buckets, self._residency = buckets, residency
         self._index_params()
+
+    def _staging_for(self, buckets: Sequence[Bucket]) -> Staging | None:
+        device = self._device_to_stage_on()
+        if device is None or not buckets:
+            return None
+        return Staging(device, max(bucket.nbytes for bucket in buckets))
 
     def _device_to_stage_on(self) -> torch.device | None:
         """Return the device that steps the buckets, or None if this is the host."""
