@@ -365,6 +365,24 @@ def test_a_model_begins_in_files_and_is_saved_to_files(directory: Path) -> None:
         run.optimizer.close()
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_a_default_device_without_values_may_be_set(directory: Path, kind: str) -> None:
+    from torch.distributed import checkpoint
+
+    values = nn.Linear(WIDTH, WIDTH).state_dict()
+    save_file(values, directory / "safetensors")
+    checkpoint.save(values, checkpoint_id=directory / "dcp", no_dist=True)
+    with torch.device("meta"):
+        model = nn.Linear(WIDTH, WIDTH)
+        _, drive = offload_training(
+            *(model, torch.optim.SGD(model.parameters()), directory / "x"),
+            memory_budget="1MiB",
+            files=directory / kind,
+        )
+    assert same({name: value.clone() for name, value in model.state_dict().items()}, dict(values))
+    drive.close()
+
+
 class Adapted(nn.Module):
     """A model with a frozen layer and trained ones."""
 

@@ -118,6 +118,17 @@ def nbytes_of(model: nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
+def test_names_of_a_tied_weight_are_compared_on_any_default_device(directory: Path) -> None:
+    values = torch.eye(8)
+    save_file({f"{at}.weight": values.clone() for at in range(2)}, directory / "model.safetensors")
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).requires_grad_(False)
+    model[1].weight = model[0].weight
+    with torch.device("meta"):
+        stream = stream_weights(model, directory, memory_budget="1MiB")
+    with stream:
+        assert torch.equal(model(torch.ones(8)), torch.ones(8))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 2.0])
 def test_results_are_those_in_memory(stored: tuple[Model, Path], share: float) -> None:
     whole, directory = stored

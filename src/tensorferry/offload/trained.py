@@ -640,7 +640,7 @@ class _Checkpoint:
 
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values."""
-        values = torch.empty(param.shape, dtype=param.dtype)
+        values = torch.empty(param.shape, dtype=param.dtype, device="cpu")
         state: dict[str, Any] = {self._names[param]: values}
         self._load(state, storage_reader=self._reader, no_dist=True)
         return values

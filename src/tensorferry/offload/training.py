@@ -1478,7 +1478,7 @@ def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 def without_memory(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory; an access to its elements ends the process."""
-    made = torch.empty_strided(shape, stride, dtype=dtype)
+    made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
 

@@ -422,7 +422,7 @@ def _differ(one: Matched, other: Matched) -> bool:
 
 def _bytes(one: Matched) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor in pieces, which share memory."""
-    piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8)
+    piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8, device="cpu")
     filled = 0
     for part in one.parts:
         with part.stored.open() as file:
