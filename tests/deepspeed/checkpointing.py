@@ -207,6 +207,23 @@ def scenario_missing(directory: Path, stage: int) -> str:
     return "loaded"
 
 
+def scenario_damaged(directory: Path, stage: int, kind: str) -> str:
+    """Load a checkpoint of which a file, which only the last rank reads, is damaged; return the error."""
+    training = Training(stage, directory / "swaps")
+    training.engine.save_checkpoint(str(directory), tag="whole")
+    if dist.get_rank() == 0:
+        path = next((directory / "whole").glob(f"*_rank_1_*{kind}_states.pt"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    try:
+        training.engine.load_checkpoint(str(directory))
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
 def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int) -> dict[str, Any]:
     """Save with a limit of file sizes on one rank, then without it."""
     training = Training(stage, directory, checkpoint={"writer": {"decoupled": decoupled}})

@@ -255,6 +255,14 @@ def test_a_file_that_is_missing_is_missed_on_all_ranks(
         assert "the file is missing: the checkpoint is incomplete" in error
 
 
+@pytest.mark.parametrize(("stage", "kind"), [(2, "optim"), (3, "model"), (3, "optim")])
+def test_damage_that_one_rank_finds_is_raised_on_all_ranks(
+    newest: Environment, directory: pathlib.Path, stage: int, kind: str
+) -> None:
+    for error in run(2, directory / "c", newest, "damaged", stage=stage, kind=kind):
+        assert f"{kind}_states.pt" in error
+
+
 @pytest.mark.parametrize(("failing", "decoupled"), [(0, False), (1, False), (1, True)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
     newest: Environment, directory: pathlib.Path, failing: int, decoupled: bool

@@ -102,6 +102,8 @@ def replace(stack: ExitStack) -> None:
     owner = engine_module.DeepSpeedEngine
     set_attribute(stack, owner, "save_checkpoint", _wrap_save(owner.save_checkpoint))
     set_attribute(stack, owner, "load_checkpoint", _wrap_load(owner.load_checkpoint))
+    for name in ("_load_checkpoint", "_get_all_zero_checkpoints"):
+        set_attribute(stack, owner, name, _wrap_read(getattr(owner, name)))
     copy_scripts = _wrap_copy_scripts(owner._copy_recovery_script)
     set_attribute(stack, owner, "_copy_recovery_script", copy_scripts)
     name = "get_fp32_state_dict_from_zero_checkpoint"
@@ -530,6 +532,25 @@ def _wrap_load(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return loaded
 
     return load_complete
+
+
+def _wrap_read(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of DeepSpeed's engine that reads files, and raises an error of one rank on all ranks.
+
+    After the method, DeepSpeed's ranks communicate, and would wait for a rank that raised alone.
+    """
+
+    @functools.wraps(read)
+    def read_alike(self: Any, *arguments: Any, **options: Any) -> Any:
+        found: list[Any] = []
+        ours = _own_engine(self)
+        # With this setting DeepSpeed's ranks read one after the other, so they cannot agree here.
+        takes_turns = self._config.zero_config.pipeline_loading_checkpoint
+        ranks = Ranks(None if ours is None or takes_turns else ours.own_group())
+        ranks.call(lambda: found.append(read(self, *arguments, **options)))
+        return found[0]
+
+    return read_alike
 
 
 def _latest_tag(directory: Path) -> str | None:
