@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -220,6 +221,8 @@ def test_a_save_of_which_something_is_missing_fails(
     with pytest.raises(dcp.api.CheckpointException, match=match):
         dcp.save(whole(), storage_writer=writer, no_dist=True)
     assert INDEX_NAME not in files_of(directory)
+    open_files = [os.path.realpath(each) for each in pathlib.Path("/proc/self/fd").iterdir()]
+    assert not [path for path in open_files if path.startswith(str(directory))]
 
 
 def save_two_parts_by_a_plan_that_was_kept(rank: int, directory: str) -> str:
@@ -552,6 +555,43 @@ def test_asynchronous_saves_work(directory: pathlib.Path) -> None:
     state = whole()
     done(dcp.async_save(state, storage_writer=writer, no_dist=True))
     assert_same(load(Reader(directory)), whole())
+
+
+class Interrupting(dcp.DefaultSavePlanner):  # type: ignore[misc]
+    """Calls a function before the first tensor is written."""
+
+    interruption: Any = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        interruption, self.interruption = self.interruption, None
+        if interruption is not None:
+            interruption()
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("consolidates", [False, True])
+def test_overlapping_saves_of_one_writer_keep_their_directories(
+    directory: pathlib.Path, consolidates: bool
+) -> None:
+    writer = Writer(directory, save_distributed=True, enable_consolidation=consolidates)
+
+    def save(name: str, value: float, planner: Any = None) -> None:
+        place: Any = directory / name
+        state = {"x": torch.full((4,), value)}
+        dcp.save(state, checkpoint_id=place, storage_writer=writer, planner=planner, no_dist=True)
+
+    def save_another() -> None:
+        thread = threading.Thread(target=save, args=("b", 2.0))
+        thread.start()
+        thread.join()
+
+    planner = Interrupting()
+    planner.interruption = save_another
+    save("a", 1.0, planner)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        found = {"x": torch.zeros(4)}
+        dcp.load(found, storage_reader=Reader(directory / name), no_dist=True)
+        assert found["x"].tolist() == [value] * 4
 
 
 def peak_of_consolidation(path: str, nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import threading
@@ -136,19 +137,19 @@ def test_what_was_made_before_the_directory_changed_reads_what_it_was_said(
 class Held:
     """Delays saves, before they use their arguments, until the current directory has changed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any = FileSystemWriter) -> None:
         self.go = threading.Event()
         for name in ("reset", "prepare_local_plan"):
-            self._hold(name, monkeypatch)
+            self._hold(owner, name, monkeypatch)
 
-    def _hold(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        method = getattr(FileSystemWriter, name)
+    def _hold(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        method = getattr(owner, name)
 
         def held(*arguments: Any) -> Any:
             assert self.go.wait(120)
             return method(*arguments)
 
-        monkeypatch.setattr(FileSystemWriter, name, held)
+        monkeypatch.setattr(owner, name, held)
 
 
 @pytest.fixture
@@ -197,16 +198,26 @@ def test_a_save_in_the_background_stays_where_it_was_begun(
     assert not list(pathlib.Path.cwd().iterdir())
 
 
+@pytest.mark.parametrize("kind", ["torch's", "hugging face's"])
 def test_a_save_in_the_background_that_resets_its_writer_stays_where_it_was_begun(
-    here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    here: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Without install(), the thread that saves is the first of our code to get the folder."""
-    held = Held(monkeypatch)
-    saving = begin_with_both()
+    owner = FileSystemWriter if kind == "torch's" else hugging_face().HuggingFaceStorageWriter
+    held = Held(monkeypatch, owner)
+    writer = owner("other")
+    saving = dcp.async_save(STATE, checkpoint_id="saved", storage_writer=writer, no_dist=True)
     leave()
     held.go.set()
     done(saving)
-    assert (here / "saved" / ".metadata").exists()
+    assert any((here / "saved").iterdir())
+    # A save that was not staged resolves paths where it begins, in any thread.
+    save = functools.partial(dcp.save, STATE, checkpoint_id="later", storage_writer=writer)
+    thread = threading.Thread(target=save, kwargs={"no_dist": True})
+    thread.start()
+    thread.join()
+    assert [path.name for path in pathlib.Path.cwd().iterdir()] == ["later"]
+    assert not (here / "later").exists()
 
 
 @pytest.mark.parametrize(

@@ -948,8 +948,8 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/checkpoint/storage/huggingface.py",
-        "            Model(self.path, sync=self.sync_files).commit(None, files)\n",
-        "            Model(self.path, sync=False).commit(None, files)\n",
+        "            Model(path, sync=self.sync_files).commit(None, files)\n",
+        "            Model(path, sync=False).commit(None, files)\n",
         "tests/checkpoint/test_huggingface.py::"
         "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
     ),

@@ -48,6 +48,7 @@ from tensorferry.checkpoint.storage.contents import Item, ItemLocator
 from tensorferry.checkpoint.storage.reader import PlanLoad
 from tensorferry.checkpoint.storage.reading import DataFile
 from tensorferry.checkpoint.storage.writer import (
+    Stagings,
     check_all_written,
     completed_future,
     is_state_memory,
@@ -150,15 +151,29 @@ class HuggingFaceStorageWriter(TorchsWriter):
         super().__init__(os.fspath(path), **supported, **options)
         self.last_save: Throughput | None = None
         self._progress = progress
+        self._stagings = Stagings()
         self._thread_state = threading.local()
-        self._set_directory(Path(path))
+        self.path, self.consolidated_output_path = self._places_in(Path(path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for the next save, to another directory if one is given."""
-        place = checkpoint_id and hooks.folder(self, checkpoint_id)
+        if checkpoint_id and hooks.has_own_files(self):
+            super().reset(checkpoint_id)
+            return
+        place = self._stagings.folder(checkpoint_id)
         super().reset(place)
-        if place and not hooks.has_own_files(self):
-            self._set_directory(Path(place))
+        # Overlapping asynchronous saves share this object but have a thread each, so the places are kept per thread.
+        self._thread_state.places = None
+        if place is not None:
+            vars(self).pop("_url", None)
+            self._thread_state.places = places = self._places_in(place)
+            self.path, self.consolidated_output_path = places
+
+    def stage(self, state_dict: Any) -> Any:
+        """Copy a state for an asynchronous save, as torch's writer does."""
+        staged = super().stage(state_dict)
+        self._stagings.add()
+        return staged
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse objects that the format cannot hold."""
@@ -172,7 +187,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "torch's code saves, and changes existing files without atomic replacement",
             )
             return super().prepare_local_plan(plan)
-        make_directory(Path(self.path))
+        make_directory(self._places()[0])
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -227,7 +242,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
         total_nbytes = sum(map(_nbytes, plan.items))
         meter = Meter(self._progress, total_nbytes=total_nbytes, total_files=len(files))
         results: list[WriteResult] = []
-        model = Model(self.path, sync=self.sync_files)
+        model = Model(self._places()[0], sync=self.sync_files)
         try:
             for number, items in files.items():
                 name = file_name(number, highest, shard)
@@ -258,15 +273,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
         StorageError, OSError
             A file could not be read or written.
         """
-        commit.check_complete(metadata, {result.index for each in results for result in each})
-        if self._overridden_hooks():
-            super().finish(metadata, results)
-            return
+        path, consolidated = self._places()
         model: Model | None = getattr(self._thread_state, "model", None)
         self._thread_state.model = None
         try:
-            self._check_files(results, set() if model is None else model.names)
-        except CheckpointError:
+            commit.check_complete(metadata, {result.index for each in results for result in each})
+            if self._overridden_hooks():
+                super().finish(metadata, results)
+                return
+            self._check_files(path, results, set() if model is None else model.names)
+        except BaseException:
             if model is not None:
                 model.abort()
             raise
@@ -277,19 +293,19 @@ class HuggingFaceStorageWriter(TorchsWriter):
             if self.enable_consolidation:
                 names_alone = dict.fromkeys(metadata.state_dict_metadata, 1)
                 mapping = self.fqn_to_index_mapping or names_alone
-                assert self.consolidated_output_path is not None
+                assert consolidated is not None
                 consolidate(
-                    [Path(self.path) / name for name in sorted(files)],
-                    self.consolidated_output_path,
+                    [path / name for name in sorted(files)],
+                    consolidated,
                     mapping,
                     sync=self.sync_files,
                 )
             # Remove stale files: readers would take files of ranks that no longer exist for parts of this checkpoint,
             # and would use an old index.
-            Model(self.path, sync=self.sync_files).commit(None, files)
+            Model(path, sync=self.sync_files).commit(None, files)
             return
         total = sum(result.storage_data.length for result in written)
-        with model or Model(self.path, sync=self.sync_files) as model:
+        with model or Model(path, sync=self.sync_files) as model:
             # If the coordinator has no tensors, another rank has already put the files in place.
             model.commit(_index(names, total), files)
 
@@ -307,7 +323,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
             return int(storage_data.get("shard_index") or rank + 1)
         return int(rank) + 1
 
-    def _check_files(self, results: list[list[WriteResult]], coming: Container[str]) -> None:
+    def _check_files(
+        self, folder: Path, results: list[list[WriteResult]], coming: Container[str]
+    ) -> None:
         """Check that every file of a save exists or is in ``coming``, and was written by exactly one rank.
 
         ``coming`` has the names of complete files that the commit will put in place.
@@ -316,7 +334,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
         for each in results:
             own = {result.storage_data.relative_path for result in each}
             for name in own:
-                path = Path(self.path) / name
+                path = folder / name
                 if name in written:
                     raise CheckpointError(
                         "several ranks have written a file of this name (remedy: save_distributed=True)",
@@ -326,12 +344,14 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     raise CheckpointError("a file of this save is missing", str(path))
             written |= own
 
-    def _set_directory(self, path: Path) -> None:
-        """Set the directory of a save; if its files are to be consolidated, ranks write to a folder in it."""
-        self.path = path
-        if self.enable_consolidation:
-            self.consolidated_output_path = os.fspath(path)
-            self.path = path / _SHARDED
+    def _places_in(self, path: Path) -> tuple[Path, str | None]:
+        """Return where ranks write, and where the files are consolidated, if they are to be."""
+        return (path / _SHARDED, os.fspath(path)) if self.enable_consolidation else (path, None)
+
+    def _places(self) -> tuple[Path, str | None]:
+        """Return the places of the current thread's save."""
+        own: tuple[Path, str | None] | None = getattr(self._thread_state, "places", None)
+        return own or (Path(self.path), self.consolidated_output_path)
 
     def _abandon(self) -> None:
         """Abort an earlier save that failed on another rank, after which torch did not call finish()."""

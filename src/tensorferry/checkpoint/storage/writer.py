@@ -78,6 +78,38 @@ def _this_thread() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
+class Stagings:
+    """Asynchronous saves that have been staged and have not begun: the thread and working directory of each.
+
+    async_save() stages in the caller's thread, but passes the directory in the thread or process of the save. There a
+    relative path must be resolved against the working directory at the time of staging.
+    """
+
+    def __init__(self) -> None:
+        # A save that fails before it begins stays here, but at most two states are staged at a time.
+        self._staged: deque[tuple[tuple[int, int], str]] = deque(maxlen=2)
+
+    def add(self) -> None:
+        """Record a save that this thread has staged."""
+        # Path.cwd() raises if the working directory has been removed; then there are no valid relative paths.
+        with contextlib.suppress(FileNotFoundError):
+            self._staged.append((_this_thread(), str(Path.cwd())))
+
+    def folder(self, path: str | os.PathLike[str] | None) -> Path | None:
+        """Return the absolute path of the folder of a save that begins in this thread, if one is given."""
+        waiting = [each for each in tuple(self._staged) if each[0] != _this_thread()]
+        begun = None
+        if waiting:
+            # The oldest one; in the process of a save, the one that has been passed to the process last.
+            begun = waiting[0 if waiting[0][0][0] == os.getpid() else -1]
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                self._staged.remove(begun)
+        if not path:
+            return None
+        asked: Any = checked_path(path, "checkpoint_id")
+        return Path(begun[1], asked) if begun else Path(absolute_path(asked))
+
+
 # For each thread, the Saver of a coordinator that has written its own part, until torch calls finish().
 _coordinators = threading.local()
 
@@ -157,7 +189,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self.last_save: Throughput | None = None
         self._progress = progress
         self._stager: Stager | None = None
-        self._staged_in: tuple[tuple[int, int], str] | None = None
+        self._stagings = Stagings()
         self._thread_state = threading.local()
 
     @safe_repr
@@ -170,14 +202,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if checkpoint_id and hooks.has_own_files(self):
             super().reset(checkpoint_id)
             return
-        directory = None
-        if checkpoint_id:
-            # async_save() stages in the caller's thread, but passes the directory in the thread or process of the save.
-            # There a relative path must be resolved against the working directory at the time of staging.
-            asked = checked_path(checkpoint_id, "checkpoint_id")
-            thread, here = self._staged_in or (None, None)
-            is_anothers = here is not None and thread != _this_thread()
-            directory = Path(here, asked) if is_anothers else Path(absolute_path(asked))  # type: ignore[arg-type]
+        directory = self._stagings.folder(checkpoint_id)
         super().reset(directory)
         # Overlapping asynchronous saves share this object but have a thread each, so the directory is kept per thread.
         self._thread_state.next_directory = directory
@@ -302,10 +327,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
             self._stager = Stager()
         self.per_thread_copy_ahead = 0  # as in torch: staged tensors are in host memory
-        # Path.cwd() raises if the working directory has been removed; then there are no valid relative paths.
-        with contextlib.suppress(FileNotFoundError):
-            self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
+        self._stagings.add()
         return staged  # type: ignore[no-any-return]
 
     def close(self) -> None:
