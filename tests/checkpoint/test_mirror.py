@@ -394,6 +394,17 @@ def test_a_mirror_that_is_killed_is_said_and_the_next_save_starts_another(
     assert whole_steps(by_proxy) == [2]
 
 
+def test_what_else_is_printed_in_the_mirrors_process_fails_no_save(
+    directory: pathlib.Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "site").mkdir()
+    (directory / "site" / "sitecustomize.py").write_text("print('Hello'); print(3, end='')")
+    monkeypatch.setenv("PYTHONPATH", str(directory / "site"))
+    with mirrored(directory / "run", bucket) as checkpoints:
+        save_all(checkpoints, 1, 2)
+    assert whole_steps(bucket) == [1, 2]
+
+
 def test_an_upload_that_may_be_alive_is_left_alone_until_it_gives_no_more_signs(
     directory: pathlib.Path, by_proxy: Bucket, s3_proxy: FaultProxy
 ) -> None:

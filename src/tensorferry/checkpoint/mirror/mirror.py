@@ -32,6 +32,8 @@ _STUCK_SECONDS = 900.0
 # The time for the process to end once its standard input is closed: it aborts its upload, for at most 10 seconds.
 _END_SECONDS = 15.0
 _PIPE_NBYTES = 1 << 16
+# The beginning of each line that the process sends.
+MESSAGE = b"tensorferry: "
 # How long a rank waits for another rank that does not update its record, before it abandons the save; and the age from
 # which a record counts as that of a dead process, so that the objects in it are removed.
 _PATIENCE_SECONDS, _ALIVE_SECONDS = 300.0, 120.0
@@ -211,7 +213,9 @@ class Mirror:
             *lines, self._received = (self._received + piece).split(b"\n")
             self._last_message_at, seconds = time.monotonic(), 0
             for line in lines:
-                self._handle(json.loads(line))
+                # Other lines are what something else prints in the process, such as Python's sitecustomize.
+                if line.startswith(MESSAGE):
+                    self._handle(json.loads(line.removeprefix(MESSAGE)))
         silent = time.monotonic() - self._last_message_at
         if self._step is not None and silent > _STUCK_SECONDS:
             self._end(f"its process has sent no message for {silent:.0f} s", kill=True)

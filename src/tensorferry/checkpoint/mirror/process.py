@@ -35,6 +35,7 @@ from tensorferry.checkpoint.mirror.bucket import (
     rank_of,
     rank_record,
 )
+from tensorferry.checkpoint.mirror.mirror import MESSAGE
 from tensorferry.checkpoint.mirror.uploading import GoneError, Throttle, upload
 from tensorferry.checkpoint.steps import is_permanent, name_of, superfluous
 from tensorferry.checkpoint.storage.names import METADATA_NAME
@@ -388,7 +389,8 @@ def send(
     """Send an outcome to the training, or, without an outcome, a sign of life."""
     line = {"step": step, "number": number, "outcome": outcome, "why": why, **more}
     with contextlib.suppress(BrokenPipeError):  # the training has ended
-        sys.stdout.write(json.dumps(line) + "\n")
+        # Something else may have printed a part of a line.
+        sys.stdout.write(f"\n{MESSAGE.decode()}{json.dumps(line)}\n")
         sys.stdout.flush()
 
 
