@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import inspect
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import tensorferry
+from tensorferry.base.file_locks import writer_lock
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage import destinations, reading
 from tensorferry.checkpoint.storage import reader as reader_module
@@ -677,3 +679,23 @@ def test_memory_is_held_once(data: st.DataObject) -> None:
     for entry in known.values():
         held.remove(entry)
     assert not held._ranges
+
+
+def pickled_copy(reader: FileSystemReader) -> Any:
+    return pickle.loads(pickle.dumps(reader))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled_copy])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_of_a_reader_loads_and_leaves_the_lock_of_the_original(
+    directory: pathlib.Path, copied: Any, used: bool
+) -> None:
+    dcp.save({"x": torch.arange(4.0)}, storage_writer=FileSystemWriter(directory), no_dist=True)
+    reader = FileSystemReader(directory)
+    if used:
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+    state = {"x": torch.zeros(4)}
+    dcp.load(state, storage_reader=copied(reader), no_dist=True)
+    assert state["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with writer_lock(directory, ".metadata") as is_unread:
+        assert is_unread is not used

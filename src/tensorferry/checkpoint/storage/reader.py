@@ -128,7 +128,11 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._metadata: Metadata | None = None
         self._checked: Metadata | None = None  # the metadata that read_metadata() has checked
         self._global_error: Exception | None = None  # of reading the metadata of all ranks
-        self._release_folder: Callable[[], Any] = lambda: None  # drops the read lock on the folder
+        self._release_folder: Callable[[], Any] = _hold_nothing  # drops the read lock on the folder
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, perhaps in another process, does not have the lock, and must not release it.
+        return self.__dict__ | {"_release_folder": _hold_nothing}
 
     @safe_repr
     def __repr__(self) -> str:
@@ -402,6 +406,10 @@ class PlanLoad:
         except BaseException as error:
             failure = error
         exchange.run(failure)
+
+
+def _hold_nothing() -> None:
+    """Release no lock."""
 
 
 class _UnreadableMetadata:
