@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry.store import TensorStore, contents, manifest
+from tensorferry.store import TensorStore, contents, manifest, ownership
 from tensorferry.transfer import publication
 from tests.store.data import SEGMENT, pattern
 from tests.support import leaks
@@ -336,7 +336,13 @@ def test_a_forked_child_leaves_everything_alone(tmp_path, named):
     named.commit()
 
     def child():
-        for action in (lambda: named.write("a", b"1"), lambda: named.read("t1"), named.commit):
+        for action in (
+            lambda: named.write("a", b"1"),
+            lambda: named.read("t1"),
+            named.commit,
+            named.drop_previous,
+            named.go_back,
+        ):
             with pytest.raises(RuntimeError, match="fork"):
                 action()
         named.close()
@@ -436,6 +442,55 @@ def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
     with pytest.raises(tensorferry.StorageError, match="No such file"):
         TensorStore.open(path, previous=True)
     assert len(list(path.glob("*.segment"))) == 3
+
+
+def test_a_closed_store_changes_nothing_of_the_next_one(tmp_path):
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 1)
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as closed:
+        commit_number(closed, 2, keep_previous=True)
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 3, keep_previous=True)
+        for action in (closed.drop_previous, closed.go_back):
+            with pytest.raises(ValueError, match="is closed"):
+                action()
+    assert_has_commit(path, b"3")
+    assert_has_commit(path, b"2", previous=True)
+
+
+def test_only_the_owner_of_commits_that_has_made_none_goes_back(tmp_path):
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        for number in (1, 2):
+            commit_number(store, number, keep_previous=True)
+        with pytest.raises(ValueError, match="has committed"):
+            store.go_back()
+        with TensorStore(path) as other, pytest.raises(ValueError, match="temporary"):
+            other.go_back()
+    with TensorStore.open(path) as old, pytest.raises(ValueError, match="reading only"):
+        old.go_back()
+    assert_has_commit(path, b"2")
+    assert_has_commit(path, b"1", previous=True)
+
+
+def test_a_commit_is_not_read_while_its_writer_is_unknown(tmp_path, monkeypatch):
+    """Too many files are open, for example. A writer may overwrite the data."""
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 1)
+        opens = os.open
+
+        def refuses(file, *arguments, **options):
+            if os.fspath(file).endswith(ownership.LOCK_NAME):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return opens(file, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuses)
+            with pytest.raises(tensorferry.StorageError, match="Too many open files"):
+                TensorStore.open(path)
+    assert_has_commit(path, b"1")
 
 
 @pytest.mark.parametrize("name", [manifest.NAME, manifest.PREVIOUS_NAME])

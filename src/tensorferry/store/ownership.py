@@ -16,9 +16,12 @@ import os
 from tensorferry.base.file_locks import is_locked, open_lock_file, set_lock
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
+from tensorferry.transfer.publication import storage_errors
 
 LOCK_NAME = ".tensorferry-store.lock"
 _MAX_NBYTES = 4096
+# The errors of a query on a file system without locks, where no store can own a directory.
+_NO_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Ownership:
@@ -67,20 +70,27 @@ def busy_error(directory: str, process: int | None, reason: str) -> StorageError
 
 
 def writer_of(directory: str) -> tuple[int | None, str] | None:
-    """Return the process ID and the run of the store that writes into a directory, or None if there is none."""
-    try:
-        descriptor = os.open(
-            os.path.join(directory, LOCK_NAME),  # noqa: PTH118
-            os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
-        )
-    except OSError:
-        return None
-    try:
-        return _holder(descriptor) if is_locked(descriptor) else None
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    """Return the process ID and the run of the store that writes into a directory, or None if there is none.
+
+    Raises
+    ------
+    StorageError
+        It is unknown whether a store writes into the directory.
+    """
+    path = os.path.join(directory, LOCK_NAME)  # noqa: PTH118
+    with storage_errors(path, "looking for the writer of a store"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        try:
+            return _holder(descriptor) if is_locked(descriptor) else None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return None
+        finally:
+            os.close(descriptor)
 
 
 def _holder(descriptor: int) -> tuple[int | None, str]:

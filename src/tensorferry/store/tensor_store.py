@@ -625,7 +625,7 @@ class TensorStore(Owned):
         with self._committing:
             self._publish(self._contents(record), sync=sync, keep_previous=keep_previous)
             if not keep_previous:
-                self.drop_previous()
+                self._drop_previous()
         self._compact_soon()
 
     def drop_previous(self) -> None:
@@ -636,26 +636,41 @@ class TensorStore(Owned):
         StorageError
             The manifest of the previous commit cannot be removed.
         """
+        # After close(), the files may belong to another store.
+        self._enter(writing=True)
         with self._committing:
-            if not self._has_previous:
-                return
-            paths = [directory.path for directory in self._directories]
-            remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
-            is_of_another_run = not self._previous
-            self._previous, self._has_previous = [], False
-            if is_of_another_run and self._has_committed:
-                remove_others(paths, self._run, [])
-            self._allocator.reclaim()
+            self._check_open()
+            self._drop_previous()
+
+    def _drop_previous(self) -> None:
+        if not self._has_previous:
+            return
+        paths = [directory.path for directory in self._directories]
+        remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
+        is_of_another_run = not self._previous
+        self._previous, self._has_previous = [], False
+        if is_of_another_run and self._has_committed:
+            remove_others(paths, self._run, [])
+        self._allocator.reclaim()
 
     def go_back(self) -> None:
         """Return to the previous commit. The store must not have committed anything itself.
 
         Raises
         ------
+        ValueError
+            The store has committed, or is temporary, closed or read-only.
         StorageError
             The previous commit is not kept, or its manifest cannot be renamed.
         """
+        self._enter(writing=True)
         with self._committing:
+            self._check_open()
+            if self._ownerships is None or self._committed:
+                what = "is temporary" if self._ownerships is None else "has committed"
+                raise ValueError(
+                    f"go_back: this store {what}, so the last commit is not another store's"
+                )
             rename(pathlib.Path(self._directories[0].path, manifests.PREVIOUS_NAME), manifests.NAME)
             self._has_previous = False
 
