@@ -222,8 +222,40 @@ def test_a_failure_at_any_step_leaves_a_whole_model(
     assert step >= steps
 
 
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    opens = tensorferry.open
+
+    def refuses(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(name):
+            raise tensorferry.StorageError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(tensorferry, "open", refuses)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [("1KB", INDEX_NAME), ("1GB", "model.safetensors")], ids=["index", "file"]
+)
+def test_an_old_model_that_cannot_be_read_now_is_kept(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: str, name: str
+) -> None:
+    """Too many files are open, for example: without its names, it would be replaced file by file."""
+    old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
+    save_sharded(old, directory, size)
+    files = files_of(directory)
+    with monkeypatch.context() as patch:
+        refuse_to_open(patch, name)
+        with pytest.raises(tensorferry.StorageError, match="Too many open files"):
+            save_sharded(new, directory, "1KB")
+    assert files_of(directory) == files
+    assert_model(directory, old)
+    save_sharded(new, directory, "1KB")
+    assert_model(directory, new)
+
+
+@pytest.mark.parametrize("readable", [True, False])
 def test_an_interim_index_that_may_not_be_durable_keeps_its_files(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
     save_sharded(old, directory, "1KB")
@@ -231,6 +263,8 @@ def test_an_interim_index_that_may_not_be_durable_keeps_its_files(
 
     def fails_late(self: Any, text: str) -> None:
         real(self, text)
+        if not readable:
+            refuse_to_open(monkeypatch, INDEX_NAME)
         raise OSError(errno.EIO, "injected")
 
     monkeypatch.setattr(sharded.Model, "_write_index", fails_late)

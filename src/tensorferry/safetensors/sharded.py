@@ -291,9 +291,11 @@ class Model:
             metadata = {**old.metadata, index.PENDING_FILES: sorted(self._files)}
             self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
         except OSError:
-            if _index_names(self._directory).isdisjoint(aside.values()):
-                self._remove(aside.values())
-            # Otherwise the interim index exists and needs these files. Only its name may not be durable yet.
+            # If the interim index exists, it needs these files. Only its name may not be durable yet. An index that
+            # cannot be read now may be the interim one.
+            with contextlib.suppress(OSError):
+                if _index_names(self._directory).isdisjoint(aside.values()):
+                    self._remove(aside.values())
             raise
         old.names.update(aside.values())
         if SINGLE_NAME in aside and not one_file:
@@ -351,15 +353,20 @@ def _find_old_model(directory: Path) -> _OldModel:
         weights, metadata = index.read(directory / INDEX_NAME)
     except FileNotFoundError:
         has_index = False
-    except (SafetensorError, OSError):
+    except SafetensorError:
         pass
     pending = metadata.pop(index.PENDING_FILES, [])
     named = [*weights.values(), *(pending if isinstance(pending, list) else [])]
     names |= {name for name in named if _is_removable(name)}
-    # An error means that the directory does not have an unambiguous model, so the save has no model to preserve until
-    # the new one is complete.
-    with contextlib.suppress(SafetensorError, OSError):
+    # A SafetensorError, or a file that does not exist, means that the directory does not have an unambiguous model, so
+    # the save has no model to preserve until the new one is complete. A file that cannot be read now may belong to one.
+    try:
         weights = _files_by_tensor(directory)
+    except SafetensorError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
     return _OldModel(metadata, weights, names, has_index)
 
 
@@ -381,7 +388,7 @@ def _index_names(directory: Path) -> set[str]:
     """Return the files that the index names, or an empty set if no valid index exists."""
     try:
         return set(index.read(directory / INDEX_NAME)[0].values())
-    except (SafetensorError, OSError):
+    except (SafetensorError, FileNotFoundError):
         return set()
 
 
