@@ -641,6 +641,16 @@ def test_a_dtype_that_cannot_be_kept_is_refused_before_it_is_written(named):
     named.commit()
 
 
+def test_a_tensor_with_more_dimensions_than_a_manifest_may_have_is_refused(tmp_path, named):
+    named.write("most", torch.ones([1] * 64))
+    with pytest.raises(ValueError, match="65 dimensions"):
+        named.write("more", torch.ones([1] * 65))
+    named.commit()
+    named.close()
+    with TensorStore.open(tmp_path / "named") as old:
+        assert old.read("most").result().shape == (1,) * 64
+
+
 def test_a_directory_in_the_manifests_place_costs_no_descriptor(tmp_path):
     (tmp_path / manifest.NAME).mkdir()
 

@@ -111,6 +111,9 @@ def test_unusable_arguments_are_refused_before_anything_happens(tmp_path, store)
         {"segment_nbytes": 5000},
         {"segment_nbytes": 0},
         {"direct": "perhaps"},
+        {"engine": "perhaps"},
+        {"block_size": -1},
+        {"queue_depth": -1},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             TensorStore(tmp_path / "other", **wrong)
@@ -119,6 +122,9 @@ def test_unusable_arguments_are_refused_before_anything_happens(tmp_path, store)
         TensorStore([])
     with pytest.raises(ValueError, match="twice"):
         TensorStore([tmp_path / "x", tmp_path / "x" / "."])
+    with pytest.raises(ValueError, match="1025 are more than the limit"):
+        TensorStore([tmp_path / f"other{at}" for at in range(1025)])
+    assert not (tmp_path / "other0").exists()
 
 
 def test_nothing_is_left_in_the_directory(tmp_path):

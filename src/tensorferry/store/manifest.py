@@ -45,7 +45,7 @@ _ALIGNMENT = 4096
 _MAX_NBYTES = 1 << 30
 _MAX_HEAD_NBYTES = 4096
 _MAX_SEGMENTS = 1 << 20
-_MAX_DIRECTORIES = 1 << 10
+MAX_DIRECTORIES = 1 << 10
 
 _SEGMENT_NAME = re.compile(r"tensorferry-([0-9a-f]{16})-\d{1,10}-\d{1,10}\.segment", re.ASCII)
 
@@ -221,7 +221,7 @@ def _validate(body: Any) -> Manifest:
     run = body.get("run")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run, re.ASCII):
         raise ValueError(f"run {run!r} is invalid")
-    count = integer(body.get("directories"), "directories", 1, _MAX_DIRECTORIES)
+    count = integer(body.get("directories"), "directories", 1, MAX_DIRECTORIES)
     chunk = integer(body.get("chunk_nbytes"), "chunk_nbytes", 4096, 4 << 20)
     segments = [_segment(one, count) for one in _list(body.get("segments"), 3, "segments")]
     if len(segments) > _MAX_SEGMENTS:

@@ -142,13 +142,18 @@ class TensorStore(Owned):
             integer(segment_nbytes, "segment_nbytes", 1, MAX_SEGMENT_NBYTES, GRANULARITY),
         )
         mode = direct_mode(direct)
-        for path in paths:
-            self._made_in += make_directory(path)
         try:
+            # Invalid settings raise before any directory is made.
+            schedulers = [
+                self._new_scheduler(len(paths), engine, block_size, queue_depth) for _ in paths
+            ]
+            for path in paths:
+                self._made_in += make_directory(path)
             if not temporary:
                 self._take_ownership(paths)
-            for at, (path, share) in enumerate(zip(paths, shares, strict=True)):
-                scheduler = self._new_scheduler(len(paths), engine, block_size, queue_depth)
+            for at, (path, share, scheduler) in enumerate(
+                zip(paths, shares, schedulers, strict=True)
+            ):
                 prefix = None if temporary else manifests.segment_prefix(self._run, at)
                 self._directories.append(
                     StoreDirectory(
@@ -1004,6 +1009,10 @@ def _checked_directories(
         raise ValueError(f"{argument}: at least one is needed, and the list is empty")
     if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise ValueError(f"{argument}: one directory is given twice (got {paths!r})")
+    if len(paths) > manifests.MAX_DIRECTORIES:
+        raise ValueError(
+            f"{argument}: {len(paths)} are more than the limit of {manifests.MAX_DIRECTORIES}"
+        )
     return paths
 
 
