@@ -224,6 +224,18 @@ def test_a_model_with_strided_weights_is_saved_as_if_it_had_none(directory: path
         save_model(model, directory / "ours", force_contiguous=False)
 
 
+def test_an_expanded_buffer_is_not_saved_in_place_of_the_whole_one(directory: pathlib.Path) -> None:
+    model, whole = torch.nn.Module(), torch.arange(4.0)
+    model.register_buffer("a", whole[:1].expand(4))
+    model.register_buffer("b", whole)
+    save_model(model, directory / "file")
+    found = safetensors.torch.load_file(directory / "file")
+    assert found.keys() == {"b"}
+    assert torch.equal(found["b"], whole)
+    with safetensors.safe_open(directory / "file", "pt") as file:
+        assert file.metadata() == {"a": "b"}
+
+
 def test_a_model_of_which_nothing_is_whole_is_refused(directory: pathlib.Path) -> None:
     model, whole = torch.nn.Module(), torch.arange(10.0)
     model.register_buffer("a", whole[:6])

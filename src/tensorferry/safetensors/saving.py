@@ -454,12 +454,7 @@ def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) 
     for names in group_by_memory(state):
         if len(names) < 2:
             continue
-        complete = {
-            name
-            for name in names
-            if (storage := state[name].untyped_storage()).data_ptr() == state[name].data_ptr()
-            and storage.nbytes() == state[name].nbytes
-        }
+        complete = {name for name in names if _covers_storage(state[name])}
         if not complete:
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
@@ -470,6 +465,19 @@ def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) 
         kept = min(complete & set(preferred) or complete)
         found |= {name: kept for name in sorted(names) if name != kept}
     return found
+
+
+def _covers_storage(tensor: torch.Tensor) -> bool:
+    """Return whether each byte of a tensor's storage belongs to exactly one element, unlike in an expanded tensor."""
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() != tensor.data_ptr() or storage.nbytes() != tensor.nbytes:
+        return False
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def group_by_memory(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
