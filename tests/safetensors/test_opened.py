@@ -543,6 +543,37 @@ def test_each_tensor_is_handed_out_once(path: pathlib.Path) -> None:
         loader.close()
 
 
+def test_a_signal_handler_takes_another_tensor_of_the_same_read(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: torch.full((3,), number) for number, name in enumerate("abc")}
+    begin_load, handled = opened.begin_load, []
+
+    def interrupted(*arguments: Any) -> opened.PendingLoad:
+        load = begin_load(*arguments)
+
+        def finish() -> Any:
+            if not handled:
+                handled.append("b")
+                handled.append(loader.take("b"))
+            return load.finish()
+
+        return opened.PendingLoad(load.future, finish)
+
+    monkeypatch.setattr(opened, "begin_load", interrupted)
+    with safe_open(saved(directory / "three", tensors), "pt") as file:
+        loader = file.prefetch()
+        found: dict[str, Any] = {}
+        taking = threading.Thread(target=lambda: found.update(a=loader.take("a")), daemon=True)
+        taking.start()
+        taking.join(60)
+        assert found.keys() == {"a"}
+        found |= {"b": handled[1], **dict(loader)}
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert_same(tensor, tensors[name])
+
+
 def test_plans_that_cannot_be_are_refused_before_anything_is_read(path: pathlib.Path) -> None:
     with safe_open(path, "pt") as file:
         with pytest.raises(SafetensorError, match="File does not contain tensor zz"):

@@ -555,7 +555,8 @@ class _PrefetchRead(LoadRead):
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        # Reentrant, because a signal handler may take another tensor of this read.
+        self._lock = threading.RLock()
         self._arrays: dict[str, Any] | None = None
         self._index = index = plan[self.names[0]]
         # Raise for an unknown dtype or an invalid index before any read begins.
