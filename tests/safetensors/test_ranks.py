@@ -22,6 +22,7 @@ from tensorferry.safetensors import checksums, ranks
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.plans import load_files
+from tensorferry.serving import weights
 from tensorferry.transfer.pipeline import Read
 from tests.safetensors.files import written
 from tests.support import child, effort
@@ -345,6 +346,24 @@ def test_a_file_that_is_cut_short_on_one_rank_is_an_error_on_all(directory: Path
     assert first == second
     assert first[0].startswith(f"SafetensorError: {str(last)!r}: ")
     assert first[1] == "True"
+
+
+def serve_where_one_rank_has_less(rank: int, paths: list[str]) -> str:
+    files = sorted(map(str, Path(paths[rank]).iterdir()))
+    group = dist.group.WORLD
+    return raised(lambda: list(weights.tensors(files, weights.Options(), process_group=group)))
+
+
+def test_a_program_that_serves_is_told_on_all_ranks_of_a_file_that_one_has_not(
+    directory: Path,
+) -> None:
+    paths = copies(directory)
+    last = directory / "1" / "model-2.safetensors"
+    last.unlink()
+    last.write_bytes(b"")
+    first, second = call_on_ranks(2, serve_where_one_rank_has_less, paths)
+    assert first == second
+    assert str(last) in first
 
 
 def load_while_one_rank_finds_another_file(rank: int, paths: list[str]) -> list[Any]:

@@ -55,7 +55,7 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
             hf_config = source.model_config.hf_config
             paths = maybe_add_mtp_safetensors(paths, folder, _INDEX_NAME, hf_config)
         overridden = source.allow_patterns_overrides is not None
-        weights.check_files(paths, None if overridden else Path(folder, _INDEX_NAME))
+        index = None if overridden else Path(folder, _INDEX_NAME)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         # The ranks of a group read the files together, which requires that they load the same tensors. The stages of a
@@ -63,7 +63,7 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         parallel = get_parallel()
         alike = self.load_config.load_group is not None and parallel.tp_size > 1
         group = parallel.tp_group.cpu_group if alike else None
-        found = weights.tensors(sorted(paths), self._options, process_group=group)
+        found = weights.tensors(sorted(paths), self._options, process_group=group, index=index)
         draft = self.load_config.draft_model_idx
         if draft is not None:
             return self._filter_mtp_weights(found, source.prefix, draft)  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
             source.allow_patterns_overrides,
         )
         overridden = source.allow_patterns_overrides is not None
-        weights.check_files(paths, None if overridden else Path(folder, index_name))
+        index = None if overridden else Path(folder, index_name)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         skip = functools.partial(should_skip_weight, local_expert_ids=self.local_expert_ids)
@@ -76,5 +76,5 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         ranks = get_tp_group()
         alike = ranks.world_size > 1 and self.local_expert_ids is None
         group = ranks.cpu_group if alike else None
-        found = weights.tensors(sorted(paths), self._options, skip, group)
+        found = weights.tensors(sorted(paths), self._options, skip, group, index=index)
         return ((source.prefix + name, tensor) for name, tensor in found)

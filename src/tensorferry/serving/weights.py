@@ -78,14 +78,28 @@ def tensors(
     options: Options,
     skip: Callable[[str], bool] = lambda _: False,
     process_group: Any = None,
+    *,
+    index: Path | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the names and tensors in the files, except those for which ``skip(name)`` is True.
 
-    With a process group, its ranks may share the reading (see ``broadcast`` in :class:`Options`).
+    The files are checked first, as by :func:`check_files`. With a process group, its ranks may share the reading (see
+    ``broadcast`` in :class:`Options`), and an error of one rank is raised on all.
     """
-    sizes = {
-        name: one.tensor.nbytes for name, one in stored_tensors(paths).items() if not skip(name)
-    }
+    sizes: dict[str, int] = {}
+
+    def look() -> None:
+        check_files(paths, index)
+        stored = stored_tensors(paths)
+        sizes.update({name: one.tensor.nbytes for name, one in stored.items() if not skip(name)})
+
+    if process_group is None or options.broadcast is False:
+        look()
+    else:
+        from tensorferry.base.ranks import Ranks
+
+        # A rank that failed alone would leave the others waiting for it in load_files().
+        Ranks(process_group).call(look)
     budget = options.memory_budget
     if budget is None:
         budget = max(_BUDGET_NBYTES, max(sizes.values(), default=0) + _PAGES_NBYTES)
