@@ -543,6 +543,26 @@ def test_each_tensor_is_handed_out_once(path: pathlib.Path) -> None:
         loader.close()
 
 
+def test_a_read_that_could_not_begin_is_begun_again(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many files were open, for example."""
+    tensors = {name: torch.full((3,), number) for number, name in enumerate("ab")}
+
+    def refuses(*_: Any) -> Any:
+        raise StorageError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with safe_open(saved(directory / "two", tensors), "pt") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(opened.SourceFile, "image", refuses)
+            loader = file.prefetch()
+        with pytest.raises(StorageError, match="Too many open files"):
+            loader.take("a")
+        for name, tensor in loader:
+            assert_same(tensor, tensors.pop(name))
+    assert not tensors
+
+
 def test_a_signal_handler_takes_another_tensor_of_the_same_read(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -577,8 +577,9 @@ class _PrefetchRead(LoadRead):
             self._error = error
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error  # take() begins the read again for the next caller
         super().wait()  # several threads may wait for one read
 
     def take(self, name: str) -> Any:
