@@ -49,6 +49,20 @@ def names_after_install() -> dict[str, Any]:
     return {"installed": found, "after": after, "same": same, "variable": variable()}
 
 
+def sent_to_another_process(path: str) -> list[Any]:
+    """Return what a pickled function of each module loads while ours are installed."""
+    import pickle
+
+    import safetensors.numpy
+    import safetensors.torch
+
+    import tensorferry.safetensors
+
+    tensorferry.safetensors.install()
+    functions = safetensors.torch.load_file, safetensors.numpy.load_file
+    return [pickle.loads(pickle.dumps(each))(path)["a"].tolist() for each in functions]
+
+
 def variable() -> str | None:
     return os.environ.get("TENSORFERRY_SAFETENSORS")
 

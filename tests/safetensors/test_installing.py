@@ -55,6 +55,11 @@ def test_install_reaches_processes_started_later() -> None:
     assert call(f"{PROGRAMS}:children").result == "tensorferry.safetensors.torch"
 
 
+def test_installed_functions_can_be_sent_to_another_process(directory: pathlib.Path) -> None:
+    path = saved(directory / "a", {"a": torch.ones(1)})
+    assert call(f"{PROGRAMS}:sent_to_another_process", path=path).result == [[1.0], [1.0]]
+
+
 def test_who_catches_safetensors_errors_catches_ours(directory: pathlib.Path) -> None:
     path = saved(directory / "a", {"a": torch.ones(1)})
     assert call(f"{PROGRAMS}:errors_are_kin", path=path).result == ["theirs", "ours"]

@@ -133,14 +133,9 @@ def _wrap(function: Any) -> Any:
     """Wrap a function in a distinct object.
 
     uninstall() searches for objects by identity. It must not replace names that a program has imported from tensorferry
-    itself.
+    itself. Unlike a nested function, a partial can be pickled, as safetensors' own functions can.
     """
-
-    @functools.wraps(function)
-    def installed(*arguments: Any, **options: Any) -> Any:
-        return function(*arguments, **options)
-
-    return installed
+    return functools.update_wrapper(functools.partial(function), function)
 
 
 def _set_variable(stack: contextlib.ExitStack) -> None:
