@@ -521,6 +521,24 @@ def test_commits_whose_manifest_cannot_be_read_now_keep_their_files(tmp_path, mo
     assert_has_commit(path, b"1", previous=True)
 
 
+def test_a_marker_that_cannot_be_read_now_is_not_called_another_stores(tmp_path, monkeypatch):
+    """The remedy for another store's marker is to delete its tensors."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with TensorStore(paths, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 1)
+    (paths[0] / manifest.NAME).unlink()
+    opens = manifest.open_untrusted
+
+    def refuses(file):
+        if file.endswith(".part"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(file)
+
+    monkeypatch.setattr(manifest, "open_untrusted", refuses)
+    with pytest.raises(tensorferry.StorageError, match="Too many open files"):
+        TensorStore(paths, temporary=False)
+
+
 def test_the_first_commit_of_a_store_keeps_a_previous_one_that_cannot_be_read_now(
     tmp_path, monkeypatch
 ):

@@ -174,11 +174,13 @@ def _names(directory: str) -> list[str]:
 
 
 def _first_of(path: Path) -> str | None:
-    try:
-        with manifests.open_untrusted(os.fspath(path)) as file:
-            return str(json.loads(file.read(_MAX_PART_NBYTES))["first"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    """Return the first directory that a marker file names, or None if the marker is invalid."""
+    with _error_context("reading", path):
+        try:
+            with manifests.open_untrusted(os.fspath(path)) as file:
+                return str(json.loads(file.read(_MAX_PART_NBYTES))["first"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
 
 
 def _error_context(action: str, path: Path) -> contextlib.AbstractContextManager[None]:
