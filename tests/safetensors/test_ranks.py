@@ -196,7 +196,7 @@ def any_model(directory: Path, seed: int) -> dict[str, tuple[int, ...]]:
             kind, name = rng.choice(kinds), f"{number}.{k}"
             shape = [rng.choice([1, 2, 3, 40, 1100]) for _ in range(rng.randint(0, 3))]
             if rng.random() < 0.1:
-                shape = [rng.randint(0, 600) * 4096, rng.choice([1, 2])]
+                shape = [rng.randint(0, 150) * 4096, rng.choice([1, 2])]
             if kind.bits == 4:
                 shape = [*shape, 2]
             while (nbytes := torch.Size(shape).numel() * kind.bits // 8) > 8 * MIB:

@@ -19,7 +19,7 @@ from tests.support.interrupts import At
 SEGMENT = 16 << 10
 SOURCES = str(Path(tensorferry.store.__file__).parent)
 # A run of `work` has about 3900 moments; one in so many of them is tried.
-STEP = 178 if EFFORT < 2 else 89
+STEP = 300 if EFFORT < 2 else 89
 
 
 def begun(path):

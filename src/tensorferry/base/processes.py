@@ -168,10 +168,10 @@ class Interrupts:
         In other threads than the main thread this does nothing, because Python runs signal handlers only in the main
         thread.
         """
-        self._count = 0
         if self._defers or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._count = 0
         replaced = []
         # A handler may raise between any two lines here, while some signals already have _record and others do not.
         try:
