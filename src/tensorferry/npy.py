@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Array", "FormatError", "NumpyFile"]
 
 SUFFIX = ".npy"
-# The local header of a member (a file in a zip archive): the position of the two lengths, of the name and of the extra
-# field; and the header's size without the name and the extra field, which follow it.
+# A member (a file in a zip archive) begins with a local header, which ends with the name and the extra field. The first
+# number is the position of the lengths of these two, the second the header's size without them.
 _NAME_LENGTHS_AT, _LOCAL_HEADER_NBYTES = 26, 30
 
 

@@ -1,7 +1,7 @@
 """``Table``: reading and writing rows of a table on drives by row number.
 
-For all rows of a call together, the core computes which bytes of the file to transfer: in the order of the file, and
-each page only once. This module converts row numbers to 64-bit integers, and arrays to addresses and sizes.
+The core plans all rows of a call together: it transfers their bytes in the order of the file, and each page only once.
+This module converts row numbers to 64-bit integers, and arrays to addresses and sizes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Table:
     """A table of consecutive rows in a file, which are read and written by row number.
 
     The file may be far larger than memory. A call reads each page that holds some of its rows once, with all reads
-    outstanding together; pages in the page cache are copied from it. Any number of threads may use a table, with any
-    number of outstanding calls; closing waits for them. Tables are context managers.
+    outstanding together; pages that are in the page cache are copied from there. Any number of threads may use a table,
+    with any number of outstanding calls; closing waits for them. Tables are context managers.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ def write(
     Returns
     -------
     list of str
-        The paths of the checksums.
+        The paths of the sidecar files.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def write(
     checked = [checked_path(each) for each in several]
     for path in checked:
         with contextlib.suppress(FileNotFoundError):
-            # lstat() reports a name that becomes too long with the suffix, before hours of reading.
+            # If the suffix makes the name too long, lstat() raises an error now, and not after hours of reading.
             pathlib.Path(path_of(path)).lstat()
     for path in checked:
         before = Version.at(path)
@@ -129,8 +129,8 @@ def write(
         if Version.at(path) != before:
             raise _changed(path)
         keep(path, sums, sync=sync)
-        # The file may have been replaced between the check and keep(). With the stale checksums, a sound file would be
-        # reported as damaged, so they are removed.
+        # The file may have been replaced between the check and keep(). The checksums then belong to the old file, and
+        # readers would report the new file as damaged, so the checksums are removed.
         if Version.at(path) != before:
             pathlib.Path(path_of(path)).unlink(missing_ok=True)
             raise _changed(path)
@@ -158,7 +158,7 @@ def compute(
 
 
 def keep(path: Path, sums: FileChecksums, *, sync: bool = True) -> None:
-    """Write checksums that the caller has computed to the sidecar file of a file.
+    """Write the sidecar file of a file, with checksums that the caller has computed.
 
     Raises
     ------
@@ -238,7 +238,11 @@ def _digits(crcs: Sequence[int]) -> str:
 
 
 def _crc_of_fields(content: dict[str, object]) -> str:
-    """Return the CRC-32 of the sidecar file's fields. It distinguishes damaged checksums from a damaged file."""
+    """Return the CRC-32 of the sidecar file's fields.
+
+    It is stored in the sidecar file, too. A reader that finds another value knows that the checksums are damaged, and
+    not the file to which they belong.
+    """
     text = json.dumps([content[key] for key in _FIELDS])
     return _digits([crc32(text.encode())])
 
@@ -282,7 +286,7 @@ def _number(content: dict[str, object], key: str, path: str) -> int:
 def _crcs(content: dict[str, object], key: str, count: int, path: str) -> list[int]:
     value = content[key]
     if not isinstance(value, str) or len(value) != count * _CRC_DIGITS:
-        raise SafetensorError(f"{key}: the checksums are not {count}", path)
+        raise SafetensorError(f"{key}: these are not {count} checksums", path)
     try:
         packed = bytes.fromhex(value)
     except ValueError:

@@ -68,7 +68,8 @@ NAMES = {
     for attribute in (each.torch, each.numpy)
     if attribute
 }
-"""The format's dtypes by their names in torch and NumPy. ml_dtypes' dtypes for NumPy have the same names as torch's."""
+"""The format's dtypes by their names in torch and NumPy. This also finds NumPy dtypes of ml_dtypes, such as bfloat16:
+they have the same names as torch's."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -7,7 +7,9 @@ class ReplaceableBase(Exception):  # noqa: N818
     """A base class that :func:`tensorferry.safetensors.install` replaces with safetensors' own SafetensorError.
 
     ``SafetensorError`` cannot derive from ``Exception`` directly. CPython refuses an assignment to ``__bases__`` if the
-    deallocators of the old and the new base differ, as they do for a static type and a class defined in Python.
+    deallocators of the old and the new base differ. That of ``Exception``, a static type of the interpreter, differs
+    from that of safetensors' class, which is created at run time. This class is created at run time, too, so it can be
+    replaced.
     """
 
 

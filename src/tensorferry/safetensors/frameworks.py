@@ -39,12 +39,10 @@ class Framework:
     name: str
     device: Any = "cpu"
     on_host = True
-    _integers: dict[
-        int, Any
-    ]  # by their size, a dtype of integers: unlike some others, these support every index
+    _integers: dict[int, Any]  # an integer dtype for each size in bytes; see as_integers()
 
     def empty(self, nbytes: int) -> Any:
-        """Return uninitialized bytes in the memory that files are read into."""
+        """Return an uninitialized array of bytes in the memory that files are read into (of the host or of CUDA)."""
         if self.on_host and nbytes >= _HUGE_NBYTES:
             return self.wrap(_core.map_pieces([None], [0], [nbytes]).bytes(0, nbytes))
         return self._empty(nbytes)
@@ -61,7 +59,7 @@ class Framework:
         raise NotImplementedError
 
     def to_device(self, array: Any) -> Any:
-        """Return an array that was read, on the requested device. Copy it if it is elsewhere."""
+        """Return an array on the requested device. It is copied if the file was read into other memory."""
         return array
 
     def dtype(self, name: str) -> Any:
@@ -74,11 +72,11 @@ class Framework:
         return tensor.shape
 
     def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        """Return bytes as an array of this dtype and shape, which must have the same size, on the requested device."""
+        """Return bytes as an array of this dtype and shape, on the requested device. The sizes must match."""
         return self.to_device(data).view(self.dtype(dtype)).reshape(shape)
 
     def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
-        """Return bytes as integers of ``itemsize`` bytes, which unlike some other dtypes support every index."""
+        """Return bytes as integers of ``itemsize`` bytes, for indexing: some other dtypes do not support all of it."""
         return data.view(self._integers[itemsize]).reshape(shape)
 
     def strided(
@@ -222,5 +220,5 @@ def _torch_device(device: Any) -> Any:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Return the size in bytes of an element of the library's array."""
+    """Return the size in bytes of an element of the library's array, which for F4 in torch is a pair."""
     return max(1, DTYPES[dtype].bits // 8)

@@ -305,9 +305,9 @@ def _check_offsets(
     for name, (dtype, shape, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if begin != at or end < begin:
             raise SafetensorError(_misplaced(begin, end, at), path, name=name)
-        # Fast path: if the whole product is within 64 bits and not 0, so is each partial product. All other shapes take
-        # the exact check. Shapes with many dimensions skip math.prod(), which can take hours for thousands of large
-        # sizes, because it computes with integers of any length.
+        # Fast path: if the whole product is within 64 bits and not 0, so is each partial product, and _nbytes_of() need
+        # not be called. All other shapes take this exact check. Shapes with many dimensions skip math.prod(), which can
+        # take hours for thousands of large sizes, because it computes with integers of any length.
         if (
             len(shape) > _FEW_DIMENSIONS
             or not 0 < math.prod(shape) * dtype.bits == 8 * (end - begin) < WORD

@@ -29,8 +29,8 @@ ONE_OF_SEVERAL = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII 
 """The name of one of a model's numbered files. The expression's groups are the prefix, the number (from 1) and the
 count of files."""
 
-# The names of an old model's files that a save has renamed to free the names for new files ("set aside"). Such a file
-# belongs to a model only while an index names it.
+# The names of an old model's files that a save has renamed because they were in the way of the new model ("set aside",
+# see the module `sharded`). Such a file belongs to a model only while an index names it.
 _ASIDE = re.compile(r"\.old-[0-9a-f]{8}\.safetensors$", re.ASCII)
 _MAX_NBYTES = 256 << 20
 
@@ -47,7 +47,7 @@ def names_in(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
 
 
 def is_aside(name: str) -> bool:
-    """Return whether a save has set a file aside. Such a file belongs to the model only if the index names it."""
+    """Return whether a file has the name of one that a save has set aside."""
     return _ASIDE.search(name) is not None
 
 

@@ -133,7 +133,8 @@ def _wrap(function: Any) -> Any:
     """Wrap a function in a distinct object.
 
     uninstall() searches for objects by identity. It must not replace names that a program has imported from tensorferry
-    itself. Unlike a nested function, a partial can be pickled, as safetensors' own functions can.
+    itself. The wrapper is a partial object and not a nested function, because a nested function cannot be pickled.
+    Programs may pickle safetensors' functions, for example to pass them to another process.
     """
     return functools.update_wrapper(functools.partial(function), function)
 

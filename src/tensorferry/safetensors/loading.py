@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 
     from tensorferry.safetensors.frameworks import Framework
 
-# The page cache is queried in runs of this size, a multiple of a huge page. The number of runs is limited because each
-# one can become a separate mapping, and Linux allows a process 65,530 of them by default (vm.max_map_count).
+# To query the page cache, a range is divided into runs of this size, a multiple of a huge page. The number of runs is
+# limited, because each one can become a separate mapping, and Linux allows a process 65,530 mappings by default
+# (vm.max_map_count).
 _RUN_NBYTES = 2 << 20
 _MAX_RUNS = 256
-# A run is mapped if at least this share of it is cached, and the kernel reads the rest into the cache. Direct I/O would
-# fill fresh memory with bytes that are already in memory. The value was measured with partly cached files.
+# A run is mapped if at least this share of it is in the page cache, and the kernel reads the rest into the cache.
+# Direct I/O would instead read the whole run, with the bytes that the cache already has, into new memory. The value
+# comes from measurements with partly cached files.
 _MAPPED_SHARE = 0.1
 # One POSIX_FADV_WILLNEED call reads at most the device's read-ahead or its optimal I/O size, whichever is larger. So
 # the advice is given in small pieces.
@@ -135,14 +137,15 @@ class SourceFile(Owned):
     def _runs(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
         """Split a range into runs to map and runs to read. Yield the size of each, and whether to map it.
 
-        Start reading the missing pages of the runs to map into the page cache.
+        For runs to map, the kernel is also advised to read the pages that the page cache lacks.
         """
         share = self._cached_share(begin, end - begin)
         if share in (0, 1):
             yield end - begin, share == 1
             return
         run_nbytes = -(-(end - begin) // _MAX_RUNS // _RUN_NBYTES) * _RUN_NBYTES
-        # Runs end at multiples of a huge page, in the file and so in the image, which lets each run use huge pages.
+        # Runs end at multiples of a huge page in the file. The image is placed so that they do in memory, too, which
+        # lets each run use huge pages.
         cuts = [begin, *range((begin // run_nbytes + 1) * run_nbytes, end, run_nbytes), end]
         pieces = []
         for at, stop in itertools.pairwise(cuts):
@@ -190,7 +193,7 @@ class Image(NamedTuple):
 
     mapping: Any
     begin: int  # the offset in the file
-    future: tensorferry.Future[Any] | None
+    future: tensorferry.Future[Any] | None  # None if the whole range is mapped
 
     def bytes(self, begin: int, end: int, *, alone: bool = False) -> Any:
         """Return bytes of the file. With ``alone``, the result owns its pages, and its last reference frees them."""
@@ -215,7 +218,7 @@ class PendingLoad(NamedTuple):
 
 
 class LoadRead(Read):
-    """A read of a pipeline that is one load, which a function begins."""
+    """A read of a pipeline (``transfer.pipeline``) that consists of one load, which ``begin`` begins."""
 
     load: PendingLoad | None = None
 
@@ -232,9 +235,9 @@ class LoadRead(Read):
 def begin_load(
     source: SourceFile, tensors: Iterable[header.Tensor], framework: Framework
 ) -> PendingLoad:
-    """Begin to load several complete tensors, given in the order of their offsets. The result are arrays by name.
+    """Begin to load several complete tensors, given in the order of their offsets, as a dict of arrays by name.
 
-    Take the result once only: it owns the tensors' memory.
+    Call ``result()`` once only: its arrays become the only owners of the tensors' memory.
     """
     shapes = {tensor: framework.shape(tensor, source.path) for tensor in tensors}
     image: Image | None = None

@@ -96,7 +96,7 @@ class safe_open:  # noqa: N801
         The file cannot be read.
     """
 
-    _ahead: ReadAhead | None = None  # None before it is opened and once it is closed
+    _ahead: ReadAhead | None = None  # None before the handle is opened, and once it is closed
 
     def __init__(
         self,
@@ -240,7 +240,10 @@ class PySafeSlice:
         self._framework = framework
 
     def get_shape(self) -> list[int]:
-        """Return the shape to which an index applies: that in the header, where torch's F4 counts pairs of elements."""
+        """Return the shape to which an index applies.
+
+        It is the shape in the header, except that the last dimension of F4 counts pairs of elements, as torch does.
+        """
         tensor = self._tensor
         return list(torch_shape(tensor.dtype, tensor.shape, self._source.path, tensor.name))
 
@@ -251,7 +254,8 @@ class PySafeSlice:
     def __getitem__(self, index: Any) -> Any:
         """Return the part of the tensor that an index selects.
 
-        With lists for several dimensions, all combinations of their positions are read.
+        If the index has lists for several dimensions, the result has one position for each pair of list entries, as in
+        torch, but all combinations of the lists' positions are read.
 
         Raises
         ------
@@ -274,7 +278,7 @@ def begin_slice(
 ) -> PendingLoad:
     """Begin to read the part of a tensor that an index selects.
 
-    If the selected elements must be picked out of larger ranges, these are read only when the result is requested.
+    If the selected elements must be picked out of larger ranges, the ranges are read only when the result is requested.
     """
     shape = framework.shape(tensor, source.path)
     selection = select(index, shape, source.path, tensor.name)
@@ -579,16 +583,17 @@ class _PrefetchRead(LoadRead):
     def wait(self) -> None:
         error, self._error = self._error, None
         if error is not None:
-            raise error  # take() begins the read again for the next caller
-        super().wait()  # several threads may wait for one read
+            raise error  # once only: for the next caller, take() begins the read again
+        super().wait()  # several threads may do this at the same time, each for another tensor of this read
 
     def take(self, name: str) -> Any:
         """Return one of the tensors. Call this after :meth:`wait`."""
         with self._lock:
             if self._arrays is None:
                 if self.load is None:
-                    # An interrupt (Ctrl-C) hit this method after it cleared `load`, and the arrays were lost with
-                    # their memory. Read them again.
+                    # Either the read could not begin, and wait() has raised the error for another caller. Or this
+                    # method was interrupted after it cleared `load`: by Ctrl-C, and the arrays were lost with their
+                    # memory, or by a signal handler, which now takes another tensor. In all cases, read again.
                     self.begin()
                     self.wait()
                 load, self.load = self.load, None
@@ -599,7 +604,7 @@ class _PrefetchRead(LoadRead):
             return self._arrays.pop(name)
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor has not been taken, even if it cannot be read."""
+        """Return whether the tensor has not been taken. This includes a tensor that could not be read."""
         return self._arrays is None or name in self._arrays
 
 

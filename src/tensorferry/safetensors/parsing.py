@@ -21,17 +21,18 @@ LENGTH_NBYTES = 8
 """The size of the length field before the JSON."""
 
 METADATA = "__metadata__"
-"""The key of the metadata, among the tensors' names."""
+"""The key of the metadata in the JSON, where all other keys are names of tensors."""
 
 WORD = 1 << 64
-"""The limit of the reference's 64-bit integers."""
+"""The smallest number that the reference's unsigned 64-bit integers cannot represent."""
 
 Found: TypeAlias = tuple[Dtype, tuple[int, ...], int, int]
 """A tensor's dtype, shape, and data_offsets."""
 
 _MAX_DEPTH = 127  # serde_json's recursion limit for nested containers
-# The reference has no such limit, because its containers take less memory. Here the limit prevents a small hostile file
-# from taking gigabytes. Headers of real writers have at most 6 million containers in the 100 MB that the format allows.
+# The maximum number of lists and objects ("containers"). The reference has no such limit, because its containers take
+# less memory. Here the limit prevents a small hostile file from taking gigabytes. Headers of real writers have at most
+# 6 million containers in the 100 MB that the format allows.
 _MAX_CONTAINERS = 8_000_000
 _FIELDS = ("dtype", "shape", "data_offsets")
 
@@ -227,7 +228,7 @@ def _constant(text: str) -> NoReturn:
 
 
 class _NumberError(Exception):
-    """A number that the reference refuses. As it is not a JSONDecodeError, the json module passes it on unchanged."""
+    """A number that the reference refuses. The json module passes the error from its hooks to ``Parser._value()``."""
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -316,7 +316,8 @@ class Tensors(Iterator[tuple[str, Any]]):
             group, index, name, tensor = self._ready
             group.parts[index].memory = None
             group.given_count = index + 1
-            # This tensor is complete, so an error here must not hide it. The next call raises it again.
+            # The tensor to return is complete, so an error of a later read must not replace it. The next call raises
+            # that error again.
             with contextlib.suppress(Exception):
                 self._advance()
             self._ready = None
@@ -331,7 +332,7 @@ class Tensors(Iterator[tuple[str, Any]]):
         return oldest
 
     def _advance(self) -> None:
-        """Release the groups with parts that the caller has all received, and begin those that fit into the budget."""
+        """Release the groups whose parts the caller has all received. Begin further groups that fit into the budget."""
         pipeline = self._pipeline
         before = pipeline.oldest
         while (group := pipeline.oldest) is not None and group.given_count == len(group.parts):
@@ -395,7 +396,8 @@ class PlannedTensor:
     shape: tuple[int, ...]  # the shape of the selected positions
     begin: int  # the offset of the first row in the file
     row_nbytes: int
-    outer_offsets: list[list[int]]  # for each outer dimension, the relative offsets of its rows
+    # For each dimension outside of a row, the offsets of its positions relative to the first one, in bytes.
+    outer_offsets: list[list[int]]
     basic: tuple[Any, ...] = (...,)  # an index to apply to the positions; see slicing.Selection
     row_slice: Any = None  # the elements to keep of each row; None for all
     memory: Any = None
@@ -425,7 +427,8 @@ class PlannedTensor:
         if self.count > 1:
             inner = self.outer_offsets[-1]
             span = inner[-1] - inner[0] + self.row_nbytes
-            # On average the gaps are small enough to be read, so whole spans of rows are read.
+            # A span is the range from the first to the last row of the innermost dimension outside of a row. If the
+            # gaps between these rows are small enough on average, whole spans are read.
             if span <= len(inner) * (self.row_nbytes + self.gap_nbytes):
                 self.read_nbytes = self.count // len(inner) * span
 
@@ -448,7 +451,7 @@ class PlannedTensor:
         framework, dtype = self.framework, self.stored.tensor.dtype
         raw = framework.empty(0) if self.memory is None else self.memory
         if self.is_page_aligned:
-            # wrap() makes a tensor whose storage is the tensor's own bytes, without the rest of the pages.
+            # A slice would share the storage of whole pages. wrap() makes a tensor whose storage has its bytes only.
             at = self.begin - self.read_begin
             raw = framework.wrap(raw[at : at + self.nbytes])
         if self.row_slice is None:
@@ -474,8 +477,8 @@ class Group(Read):
         costs = (part.cost_nbytes for part in parts)
         self._before_nbytes = list(itertools.accumulate(costs, initial=0))
         self.nbytes = sum(part.read_nbytes for part in parts)
-        # Reading short rows also reads the bytes between them, which other ranks of the node need. Through the page
-        # cache the drive reads them once for all ranks.
+        # If rows are short, the bytes between them are read, too, and these are usually the rows of other ranks on this
+        # node. Such a group is read through the page cache, so the drive reads the bytes once for all ranks.
         self._cached = first.count > 1 and self.nbytes > 1.1 * first.nbytes
 
     @property

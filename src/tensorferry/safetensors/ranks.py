@@ -139,8 +139,8 @@ class Sharers(Owned):
         self.steps = 0
         self._relay = Relay(group, torch.device(where))
         self._members = members
-        # True within a step, and permanently after a step that was interrupted. After an interrupt, it is unknown which
-        # messages this rank has sent, so the other ranks cannot match further messages with theirs.
+        # True while step() exchanges a group, and permanently once an exchange was interrupted. It is then unknown
+        # which messages this rank has sent, so the other ranks could not match further messages with theirs.
         self._is_exchanging = False
 
     def divide(self, pieces: list[tuple[int, Any]], alignment: int) -> list[Share]:

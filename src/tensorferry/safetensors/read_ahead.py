@@ -98,7 +98,7 @@ class ReadAhead(Owned):
         self._next = self._positions[self._first.name] + 1
 
     def close(self, *, wait: bool) -> None:
-        """Stop, and drop all tensors that were read ahead. With ``wait``, wait until their memory and file are free."""
+        """Stop, and drop all tensors that were read ahead. With ``wait``, wait until their reads have ended."""
         with self._lock:
             self._closed = True
             dropped = self._reset()

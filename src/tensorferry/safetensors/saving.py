@@ -272,9 +272,9 @@ def without_duplicates(
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | None]:
     """Keep one of each set of tensors in the same memory, and remove the others.
 
-    Return the state without the removed tensors, and metadata that map the names of these to the names of the tensors
-    that were kept. With ``equal``, a tensor that is removed must have the values of the one that is kept: whoever loads
-    the file gets these for its name.
+    Return the state without the removed tensors, and metadata that map the name of each removed tensor to the name of
+    the tensor that was kept for it. A program that loads the file gets the kept tensor's values for the removed name.
+    With ``equal``, therefore, both tensors must have the same values.
 
     Raises
     ------
@@ -468,7 +468,11 @@ def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) 
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:
-    """Return whether each byte of a tensor's storage belongs to exactly one element, unlike in an expanded tensor."""
+    """Return whether a tensor covers its storage: each byte belongs to exactly one element.
+
+    An expanded tensor does not, even if it has the size of its storage: several of its elements are the same bytes, and
+    other bytes belong to no element.
+    """
     storage = tensor.untyped_storage()
     if storage.data_ptr() != tensor.data_ptr() or storage.nbytes() != tensor.nbytes:
         return False
@@ -484,7 +488,8 @@ def group_by_memory(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Group the names of tensors with overlapping memory. A tensor that shares no memory is a group of one."""
     by_storage: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():
-        # Tensors without storage, such as sparse ones and some subclasses, raise, and cannot share memory.
+        # untyped_storage() raises for tensors without storage, such as sparse ones and those of some subclasses. These
+        # cannot share memory.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             storage = tensor.untyped_storage()
             address, nbytes = storage.data_ptr(), storage.nbytes()

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.saving import TensorToSave
     from tensorferry.transfer.checksums import Checksums
 
-# The errors of link(2) where the file system has no hard links, or the file does not exist.
+# The errors of link(2) if the file does not exist, or cannot get another hard link in the directory: the file system
+# does not support hard links, the file has too many, or a symbolic link leads to it from another file system.
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 # The descriptors of each file that has no name yet: the file and its directory stay open.
 _DESCRIPTORS = 2
@@ -101,9 +102,9 @@ def save_sharded(
     Notes
     -----
     If the process ends at any time, for any reason, the index names either the files of the old model or those of the
-    new one. A process that reads the old model during the save must have opened its files before. Of two concurrent
-    saves to one directory, the one that finishes last wins, and its model is complete. The saves are synchronized with
-    flock() on the directory, so not on file systems without such locks, such as NFS.
+    new one. A process that reads the old model during the save must have opened its files before the save began. Of two
+    concurrent saves to one directory, the one that finishes last wins, and its model is complete. The saves are
+    synchronized with flock() on the directory. On file systems without such locks, such as NFS, they are not.
     """
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_metadata(metadata)
@@ -282,7 +283,7 @@ class Model:
                     if error.errno not in _NO_LINK:
                         raise
                     if name not in self._files:
-                        continue  # it keeps its name until the new index exists
+                        continue  # the old single file keeps its name until the new index exists
                 # Where the link failed, the interim index names a file that does not exist. Readers then find no model,
                 # which is better than a mixture of two.
                 aside[name] = other
@@ -291,8 +292,9 @@ class Model:
             metadata = {**old.metadata, index.PENDING_FILES: sorted(self._files)}
             self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
         except OSError:
-            # If the interim index exists, it needs these files. Only its name may not be durable yet. An index that
-            # cannot be read now may be the interim one.
+            # If the interim index exists, it names these files, so they must remain. This is the case if only the step
+            # that makes the index durable has failed. An index that cannot be read now may be the interim one, so the
+            # files remain in this case, too.
             with contextlib.suppress(OSError):
                 if _index_names(self._directory).isdisjoint(aside.values()):
                     self._remove(aside.values())
@@ -358,8 +360,9 @@ def _find_old_model(directory: Path) -> _OldModel:
     pending = metadata.pop(index.PENDING_FILES, [])
     named = [*weights.values(), *(pending if isinstance(pending, list) else [])]
     names |= {name for name in named if _is_removable(name)}
-    # A SafetensorError, or a file that does not exist, means that the directory does not have an unambiguous model, so
-    # the save has no model to preserve until the new one is complete. A file that cannot be read now may belong to one.
+    # A SafetensorError, or a file that does not exist, means that the directory has no usable model: none at all, a
+    # damaged one, or an ambiguous one. So there is no model to preserve until the new one is complete. Any other error,
+    # for example too many open files, may hide a usable model. It ends the save before this process renames a file.
     try:
         weights = _files_by_tensor(directory)
     except SafetensorError:

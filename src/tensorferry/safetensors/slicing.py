@@ -45,7 +45,9 @@ class Selection(NamedTuple):
 
 
 def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -> Selection | None:
-    """Return the part of a tensor that an index selects, or None for masks and tensors, which need the whole tensor.
+    """Return the part of a tensor that an index selects. Return None for an index with masks or arrays.
+
+    Only the framework can apply such an index, and only to the whole tensor.
 
     Raises
     ------

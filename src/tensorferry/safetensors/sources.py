@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 Source: TypeAlias = "Readable | Sequence[Readable]"
 
 PARTS, PARTS_VERSION, OFFSETS = "DCP_SHARDING_INFO", "DCP_VERSION", "saved_offsets"
-"""The metadata of torch's writer (its module _hf_utils) in headers of files with parts of tensors."""
+"""The keys that torch's writer (its module _hf_utils) uses in the metadata of files with parts of tensors.
+
+OFFSETS is a key in the JSON value of PARTS. The others are keys of the metadata.
+"""
 
 SAVE = "tensorferry_save"
 """The metadata key of tensorferry's files of ranks: the name of the save, a slash, and the number of its files."""
@@ -43,7 +46,7 @@ SAVE = "tensorferry_save"
 WHOLE = "tensorferry_whole"
 """The metadata key for the shapes of the complete tensors.
 
-A rank writes this key instead of SAVE if its name of the save is missing or may be that of an earlier save.
+A rank writes this key instead of SAVE if it has no name of the save, or if its name may be that of an earlier save.
 """
 
 _KEYS_OF_PARTS = {PARTS, PARTS_VERSION, SAVE, WHOLE}
@@ -141,7 +144,7 @@ def look(path: str) -> tuple[header.Header, Version]:
 
 
 def fail(error: SafetensorError) -> None:
-    """Raise an error. This is the default of ``problem``."""
+    """Raise an error. This is the default for the parameter ``problem`` of :func:`contents_of`."""
     raise error
 
 

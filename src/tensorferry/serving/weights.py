@@ -1,4 +1,7 @@
-"""The common part of the loaders for all programs: their options, and reading the tensors from a model's files."""
+"""The common part of the loaders for vLLM and SGLang: their options, and reading the tensors from a model's files.
+
+"The program" is the one of the two that loads the model.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class Options(NamedTuple):
 
 
 def options_of(given: Any, program_options: tuple[str, ...] = ()) -> tuple[Options, dict[str, Any]]:
-    """Return our options and those of the program; raise ValueError or TypeError for unknown or invalid ones."""
+    """Return our options and the program's own, both from ``model_loader_extra_config``.
+
+    ``program_options`` has the names of the latter. Raise ValueError or TypeError for an unknown or invalid option.
+    """
     if not isinstance(given, dict):
         raise TypeError(f"model_loader_extra_config: {given!r} is not a dict")
     known = (*Options._fields, *program_options)
@@ -83,8 +89,8 @@ def tensors(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the names and tensors in the files, except those for which ``skip(name)`` is True.
 
-    The files are checked first, as by :func:`check_files`. With a process group, its ranks may share the reading (see
-    ``broadcast`` in :class:`Options`), and an error of one rank is raised on all.
+    The files are checked first, as by :func:`check_files`. With a process group, and unless ``broadcast`` is False (see
+    :class:`Options`), the group's ranks may share the reading, and an error of one rank is raised on all ranks.
     """
     sizes: dict[str, int] = {}
 
@@ -98,7 +104,8 @@ def tensors(
     else:
         from tensorferry.base.ranks import Ranks
 
-        # A rank that failed alone would leave the others waiting for it in load_files().
+        # call() raises an error of one rank on all. A rank that failed alone would leave the others waiting for it in
+        # load_files().
         Ranks(process_group).call(look)
     budget = options.memory_budget
     if budget is None:

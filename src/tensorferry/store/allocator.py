@@ -1,10 +1,10 @@
 """The allocator of a store's space.
 
-A segment is one of the store's files. A piece is the range of a segment that a tensor, or a part of a tensor, occupies.
-The allocator finds space for pieces in the segments, creates segments as needed, and frees a piece once nothing refers
-to it.
+A segment is one of the store's files, and an extent is a range of a segment. A piece is the object that owns the extent
+of a tensor, or of a part of a tensor. The allocator finds extents for pieces in the segments, and creates segments as
+needed. Once nothing refers to a piece, the allocator frees the piece's extent.
 
-The tables are `_allocated`, which has the range of each piece, and the directories' free ranges and counters of bytes.
+The tables are `_allocated`, which has the extent of each piece, and the directories' free ranges and counters of bytes.
 KeyboardInterrupt may be raised between any two bytecodes. `_allocated` is authoritative: after an interrupted change,
 all other tables are rebuilt from it. Tables change under the store's lock, which is held for computations only. Files
 are created, queried and closed without the lock.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from tensorferry.store.segments import Extent, Segment, StoreDirectory
 
-# The excess is the space of a store's segments, plus 1 MiB for each segment because of its descriptor, minus twice the
-# bytes in use. Compaction starts when the excess is larger than _COMPACT_FROM_NBYTES. It ends once the excess, and the
-# number of nearly empty segments, are below the COMPACT_TO limits.
+# The excess is the space of a store's segments, minus twice the bytes in use. Compaction starts when the excess, plus
+# 1 MiB for each segment because of its descriptor, is larger than _COMPACT_FROM_NBYTES. It ends once the excess,
+# without this addition, and the number of nearly empty segments are below the COMPACT_TO limits.
 _COMPACT_FROM_NBYTES = 48 << 20
 COMPACT_TO_NBYTES, COMPACT_TO_COUNT = 16 << 20, 16
 _SEGMENT_OVERHEAD_NBYTES = 1 << 20
@@ -61,7 +61,7 @@ class SegmentAllocator:
         return max(directory.rounded(nbytes) for directory in self.directories)
 
     def allocate(self, nbytes: int, ahead_nbytes: int = 0) -> tuple[Piece, ...]:
-        """Allocate a tensor: one piece, or, for a large tensor, several pieces of a segment's size and the rest.
+        """Allocate a tensor: one piece or, for a large tensor, several pieces of a segment's size and one for the rest.
 
         The caller must not hold the lock. ``ahead_nbytes`` is the total that the caller is about to allocate, including
         this tensor. It determines the size of new segments.
@@ -209,10 +209,11 @@ class SegmentAllocator:
         self._compact_from_nbytes = self._sparse_nbytes() + COMPACT_TO_NBYTES
 
     def sparse_segments(self, most_nbytes: int, most_count: int) -> list[Segment]:
-        """Return the segments to evacuate to meet the limits, the emptiest first. The caller must hold the lock.
+        """Return the segments that compaction should empty to meet the limits, the emptiest first.
 
-        Each of them has less than half of its space in use, or has so few bytes in use that it is not worth its
-        descriptor. The space of the remaining segments is then at most twice the bytes in use plus ``most_nbytes``.
+        Each of them has less than half of its space in use, or so few bytes in use that it is not worth its descriptor.
+        Segments of the second kind are returned only if there are more than ``most_count`` of them. The space of the
+        remaining segments is at most twice the bytes in use plus ``most_nbytes``. The caller must hold the lock.
         """
         segments = [
             one

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     PiecesToMove: TypeAlias = Mapping[Piece, tuple[str, Sequence[int] | None]]
 
 _PAUSE_SECONDS = 0.25
-# From this excess in bytes, or this number of small segments, snapshot() compacts before it returns, in the caller's
-# thread. Otherwise frequent snapshots would produce segments faster than the background thread removes them.
+# If the bytes of the segments minus twice the bytes in use exceed the first limit, or the number of nearly empty
+# segments exceeds the second, snapshot() compacts before it returns, in the caller's thread. Otherwise frequent
+# snapshots would produce segments faster than the background thread removes them.
 HURRY_FROM = 64 << 20, 64
 # Evacuating a segment that a snapshot also links to frees no space, so the copies need additional space. This is the
 # space that must remain free on the disk.
@@ -65,9 +66,10 @@ def compact(
     most_count: int,
     before: Mapping[Segment, int] | None = None,
 ) -> list[Segment]:
-    """Evacuate segments as far as possible. Return the segments that exceeded the limits when the call began.
+    """Evacuate segments to meet two limits, as far as possible. Return the segments that must be evacuated for this.
 
-    If ``before`` is given, only segments are evacuated that still have as many bytes in use as it records.
+    The limits ``most_nbytes`` and ``most_count`` are those of :meth:`SegmentAllocator.sparse_segments`. If ``before``
+    is given, only segments are evacuated that still have as many bytes in use as ``before`` records.
     """
     allocator = store._allocator
     with store._compacting:

@@ -104,15 +104,16 @@ def open_stored(
 ) -> tuple[bytes, dict[str, TensorVersion]]:
     """Open the files of a store for reading, and register their pieces. Return the record and the tensors."""
     names = manifests.names_in(paths[0]) or [manifests.NAME]
-    # A process that was killed within a commit may have renamed the last manifest and not written a new one.
+    # A process that was killed within a commit may have renamed the last manifest to PREVIOUS_NAME and not written a
+    # new one. The renamed manifest is then both that of the last commit and that of the previous one.
     if previous and len(names) == 1:
         names = [manifests.PREVIOUS_NAME] * 2
     path = os.path.join(paths[0], names[previous])  # noqa: PTH118
     before: Manifest | None = None
     while True:
-        # The store that wrote the manifest may still be running. While this process reads, it may overwrite data that
-        # the manifest names, commit again, and end; a check for a writer before the read could miss it. So the check
-        # comes after the read, and then read() verifies that no commit has replaced the manifest's file meanwhile.
+        # The store that wrote the manifest may still be open, and may overwrite data that the manifest names. So read()
+        # checks for this store after it has read the manifest. Before this check, the store may have overwritten data,
+        # committed again, and ended. It has then replaced the manifest's file, and read() reads the new one.
         manifest = manifests.read(path, lambda manifest: _check_no_writer(paths[0], manifest.run))
         try:
             directories, segments = _open_segments(paths, manifest, schedulers, direct)
@@ -137,7 +138,10 @@ def open_stored(
 
 
 def _check_no_writer(directory: str, run: str) -> None:
-    """Raise StorageError (EBUSY) if the store with this run is still open, and may overwrite the data of its commit."""
+    """Raise StorageError (EBUSY) if a store is still open, and may overwrite the data of its commit.
+
+    ``run`` identifies the store: it is the run in the manifest of the commit.
+    """
     writer = writer_of(directory)
     if writer is not None and writer[1] == run:
         raise busy_error(

@@ -174,7 +174,7 @@ def _names(directory: str) -> list[str]:
 
 
 def _first_of(path: Path) -> str | None:
-    """Return the first directory that a marker file names, or None if the marker is invalid."""
+    """Return the first directory of a store, which a marker file names. Return None if the marker is invalid."""
     with _error_context("reading", path):
         try:
             with manifests.open_untrusted(os.fspath(path)) as file:

@@ -20,7 +20,7 @@ from tensorferry.transfer.publication import storage_errors
 
 LOCK_NAME = ".tensorferry-store.lock"
 _MAX_NBYTES = 4096
-# The errors of a query on a file system without locks, where no store can own a directory.
+# The errors of is_locked() on a file system without locks. No store can own a directory there.
 _NO_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

@@ -641,7 +641,7 @@ class TensorStore(Owned):
         StorageError
             The manifest of the previous commit cannot be removed.
         """
-        # After close(), the files may belong to another store.
+        # Refuse a closed store: the files in its directories may belong to another store now.
         self._enter(writing=True)
         with self._committing:
             self._check_open()
@@ -659,7 +659,9 @@ class TensorStore(Owned):
         self._allocator.reclaim()
 
     def go_back(self) -> None:
-        """Return to the previous commit. The store must not have committed anything itself.
+        """Make the previous commit the last one again, in place of the commit that followed it.
+
+        Both commits must be those of an earlier store in these directories: this store must not have committed.
 
         Raises
         ------
@@ -674,7 +676,7 @@ class TensorStore(Owned):
             if self._ownerships is None or self._committed:
                 what = "is temporary" if self._ownerships is None else "has committed"
                 raise ValueError(
-                    f"go_back: this store {what}, so the last commit is not another store's"
+                    f"go_back: this store {what}, and only a commit of an earlier store can be undone"
                 )
             rename(pathlib.Path(self._directories[0].path, manifests.PREVIOUS_NAME), manifests.NAME)
             self._has_previous = False
@@ -851,7 +853,7 @@ class TensorStore(Owned):
                 raise failure
 
     def _finish(self) -> bool:
-        """Wait for all transfers. Return True if the wait ended without progress."""
+        """Wait for all transfers. Return True if the wait was given up for lack of progress."""
         schedulers = [directory.scheduler for directory in self._directories]
         while (first := next(iter(self._pending), None)) is not None:
             if not wait_while_progressing(first.wait, *schedulers):
@@ -939,6 +941,8 @@ class TensorStore(Owned):
         for transfer in list(self._pending):
             if transfer.done():
                 self._pending.pop(transfer, None)
+
+    # Checks, and space
 
     def _enter(self, *, writing: bool = False) -> None:
         """Check the state of the store at the start of a call that uses more than the table of names."""

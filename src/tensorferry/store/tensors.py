@@ -34,9 +34,11 @@ def info_of(array: Any, nbytes: int) -> TensorInfo:
     """Return the description of an array with ``nbytes`` bytes."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
-        if array.dim() > MAX_DIMENSIONS:  # a manifest with such a tensor could not be read
+        # checked_info() refuses more dimensions, so a commit with this tensor could not be opened. NumPy's arrays have
+        # at most 64.
+        if array.dim() > MAX_DIMENSIONS:
             raise ValueError(
-                f"array: a tensor of {array.dim()} dimensions cannot be stored (the most are {MAX_DIMENSIONS})"
+                f"array: a tensor of {array.dim()} dimensions cannot be stored (the maximum is {MAX_DIMENSIONS})"
             )
         return TensorInfo(array.dtype, tuple(array.shape), nbytes)
     if numpy is not None and isinstance(array, numpy.ndarray):

@@ -304,7 +304,8 @@ class Read(Transfer):
         if self._memory[1] != info.nbytes or (self._info is not None and self._info != info):
             raise StorageError(
                 None,
-                f"the write that this read waited for has failed, and the tensor stored before does not match: {info}",
+                f"the write that this read waited for has failed, and the tensor stored before does not match the "
+                f"array to read into: it is {info}",
             )
 
     def _end(self) -> None:
