@@ -48,7 +48,7 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
-# The options that count with --offload.
+# The options that have an effect with --offload.
 _OF_OFFLOAD = ("path", "folder", "offload", "training", "io_size", "loops", "as_json")
 # Explanations of a predicted step, for the optimizer alone and (True) for a complete training.
 _NOTES = {

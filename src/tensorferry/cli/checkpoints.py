@@ -196,6 +196,7 @@ def _exiting_for_target(target: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # An error is about the target if its file is the target, a file in it, or one of its parent folders.
         path, found = Path(target).absolute(), Path(os.fsdecode(error.filename or "")).absolute()
         if error.filename is None or not (found in path.parents or found.is_relative_to(path)):
             raise

@@ -82,9 +82,8 @@ def counted(count: int, one: str, many: str = "") -> str:
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on stderr if that is a terminal. Yield a function of a description, the progress, and the total."""
-    if (
-        not sys.stderr.isatty()
-    ):  # checked here, because FORCE_COLOR and similar variables override rich's own check
+    # Checked here, because FORCE_COLOR and similar variables override rich's own check.
+    if not sys.stderr.isatty():
         yield lambda *_: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn

@@ -15,7 +15,7 @@ _NAME = "tensorferry-ds-io"
 _DS_IO_GB = 1 << 30
 # Defaults of ds_io that differ from those of `tensorferry bench`. An ellipsis makes an option required.
 _DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
-# Options of `tensorferry bench` that ds_io lacks, with their values.
+# Options of `tensorferry bench` that ds_io lacks, with the values that they have here.
 _OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
 _OURS |= {"compare": False, "csv": False, "offload": None, "training": False}
 _OURS |= {"plot": None, "as_json": False}

@@ -31,11 +31,15 @@ class ExitError(Exception):
 
 
 class _OutputError(Exception):
-    """The command's own output cannot be written. It is not an OSError, which may be about any other file."""
+    """The command's own output cannot be written.
+
+    This is not an OSError. The commands raise OSError for other files, and it must not be reported as an error of the
+    output.
+    """
 
 
 class _Output:
-    """A stream for stdout that raises _OutputError."""
+    """A wrapper of stdout that raises _OutputError in place of OSError."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -63,7 +67,7 @@ def _output_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting_output_errors(command: str) -> Iterator[None]:
-    """Exit with 1 if the output of the block, or of its end, cannot be written, or if it raises another OSError."""
+    """Exit with 1 if stdout cannot be written, in the block or at its end, or if the block raises any other OSError."""
     plain = sys.stdout
     output = _Output(plain)
     sys.stdout = output
@@ -91,9 +95,8 @@ def open_missing_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         # Names of tensors and files may have characters that the encoding of the terminal or pipe lacks.
         if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(
-                OSError
-            ):  # reconfigure() flushes, and the descriptor may be unusable
+            # reconfigure() flushes the stream, which raises OSError if its descriptor is unusable.
+            with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
 
@@ -124,8 +127,9 @@ def reporting_failures(command: str) -> Iterator[None]:
         say_problems(command, leave.problems)
         sys.exit(leave.code)
     except KeyboardInterrupt:
-        # Python removes its handlers before the process ends, so only SIG_IGN protects the last moments. The mask comes
-        # first: Python still runs _ignore() for signals that have already arrived.
+        # Python removes its handlers before the process ends, so only SIG_IGN protects the last moments. Before SIG_IGN
+        # is set, pthread_sigmask() blocks further signals, and runs _ignore() for those that have already arrived.
+        # Otherwise Python might find SIG_IGN in place of the function to run: see _ignore().
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
         before = dict.fromkeys(before, signal.SIG_IGN)
         say_problems(command, ["interrupted; its files were removed and its processes ended"])
@@ -141,9 +145,8 @@ def _exit_for_output(command: str, stdout: Any, error: Any) -> NoReturn:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stdout.fileno())
     os.close(nowhere)
-    if not isinstance(
-        error, BrokenPipeError
-    ):  # the reader closed the pipe on purpose, as head(1) does
+    # BrokenPipeError: the reader closed the pipe on purpose, as head(1) does.
+    if not isinstance(error, BrokenPipeError):
         say_problems(command, [f"its output cannot be written: {error.strerror}"])
     sys.exit(FAILED)
 

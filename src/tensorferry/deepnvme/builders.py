@@ -1,8 +1,11 @@
-"""The hooks of install(): the parts of DeepSpeed that it replaces, each with a callback that restores the original.
+"""The hooks of :func:`tensorferry.deepspeed.install`: the parts of DeepSpeed that it replaces.
 
-DeepSpeed selects its builder classes once, at import, for its accelerator. The hooks replace methods of those classes,
-which also takes effect in modules that imported the classes earlier. If an accelerator does not have an op, all builder
-names share one class that refuses to load. Each name then gets its own subclass, in every module that has the name.
+Each hook leaves a callback that restores the original. An op is a compiled extension of DeepSpeed, such as async_io;
+its builder is the class that compiles and loads it. DeepSpeed selects its builder classes once, at import, for its
+accelerator (CUDA, CPU, ...). The hooks replace methods of those classes, which also takes effect in modules that
+imported the classes earlier. For an op that the accelerator does not have, the builder's name refers to one class that
+refuses to load, and all such names share it. Each of these names then gets its own subclass, in every module that has
+the name, because a replaced method of the shared class would change the other ops, too.
 """
 
 from __future__ import annotations
@@ -138,7 +141,7 @@ def _replace_tables(stack: ExitStack) -> None:
     import deepspeed.ops
 
     # Since 0.19 DeepSpeed builds the table of compatible ops on first access. If that happens while we are installed,
-    # uninstall() must remove it.
+    # the table contains our answers, so uninstall() must remove it.
     name = "__compatible_ops__"
     table = vars(deepspeed.ops).get(name)
     if table is None:

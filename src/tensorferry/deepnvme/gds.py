@@ -1,5 +1,7 @@
 """DeepNVMe's handle for GPU memory, on cuFile (GPUDirect Storage), and the GPU memory that is pinned for it.
 
+Pinning keeps the memory allocated, and registers it with cuFile if the handle uses cuFile.
+
 If the machine supports direct transfers between drive and GPU, cuFile transfers the aligned parts of a tensor. If not,
 cuFile would copy through host memory. The handle then uses tensorferry's own bounce buffers for GPU memory, which
 overlap copies and I/O better.
@@ -252,8 +254,8 @@ class _Pin(NamedTuple):
     """A range of GPU memory that is pinned."""
 
     memory: Memory  # includes a reference to the owner, which keeps the memory alive
-    pinner: object  # identifies the handle that pinned it, and unpins it when it is closed
-    registered: bool  # whether it is registered with cuFile
+    pinner: object  # identifies the handle that pinned the memory; closing that handle unpins it
+    registered: bool  # whether the memory is registered with cuFile
 
 
 # Pinned memory by address. A forked child never uses it, because its handles refuse to work.

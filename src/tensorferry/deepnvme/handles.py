@@ -1,4 +1,8 @@
-"""DeepNVMe's handles on tensorferry's core: the same names, argument order and meaning; errors raise exceptions."""
+"""DeepNVMe's handle on tensorferry's core: the same names, argument order and meaning; errors raise exceptions.
+
+An operation is one asynchronous call. It is pending until :meth:`aio_handle.wait` counts it. A validation compares the
+buffer of a transfer with the file afterwards.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,10 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class _Default(int):
-    """A default value that is distinguishable, by identity, from an equal value that the caller passes."""
+    """A default value that is distinguishable, by identity, from an equal value that the caller passes.
+
+    Only a handle without any explicit setting uses profiles.
+    """
 
 
 class _DefaultFalse(_Default):
@@ -125,7 +132,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     A file descriptor that is passed as ``filename`` remains unchanged, with its ``flock`` and ``F_OFD_SETLK`` locks.
     ``F_SETLK`` and ``lockf`` locks belong to the process: POSIX releases them whenever the process closes any
     descriptor of the file. Every operation does so at its end, because it opens the file separately, even if a
-    descriptor was passed. A file of ``tensorferry.open`` stays open until it is closed.
+    descriptor was passed. To keep such locks, use a file of ``tensorferry.open``, which stays open until it is closed.
 
     Any number of threads may use a handle. A child of ``fork()`` must create its own. Deleting a handle waits for its
     outstanding transfers.
@@ -174,7 +181,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         # Reentrant, because a signal handler may use the handle while its thread holds a lock.
         self._lock, self._closing = threading.RLock(), threading.RLock()
         self._pending: list[_Operation] = []
-        # The operations of each wait() that has not returned.
+        # For each wait() that has not returned, its operations. The key is the id() of that list.
         self._awaited: dict[int, list[_Operation]] = {}
         self._scheduler: AnyScheduler = self._make_scheduler(automatic)
 
@@ -187,14 +194,20 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def read(
         self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Fill a buffer from a file and return 0. With ``validate``, compare the buffer with the file afterwards."""
+        """Fill a buffer from a file and return 0.
+
+        With ``validate``, compare the buffer with the file afterwards, and raise StorageError (EIO) if they differ.
+        """
         self._transfer(buffer, filename, file_offset, False, validate)
         return 0
 
     def write(
         self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Write a buffer to a file and return 0. With ``validate``, compare the buffer with the file afterwards."""
+        """Write a buffer to a file and return 0.
+
+        With ``validate``, compare the buffer with the file afterwards, and raise StorageError (EIO) if they differ.
+        """
         self._transfer(buffer, filename, file_offset, True, validate)
         return 0
 
@@ -395,7 +408,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer is page-locked by torch, tensorferry or CUDA. GPU memory is not."""
+        """Return whether a buffer is page-locked by torch, tensorferry or CUDA; False for GPU memory."""
         return is_pinned(buffer)
 
     # Settings
@@ -484,7 +497,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             with self._lock:
                 operations, self._pending = self._pending, []
             for operation in operations:
-                # Do not wait for an operation here: close_scheduler() has waited and reached its time limit.
+                # Do not wait for an operation that has not ended: close_scheduler() has waited until its time limit.
                 failure = operation.failure() if operation.future.done() else "it has not ended"
                 if failure is not None:
                     warn(
@@ -632,7 +645,10 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 
 
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
-    """Raise a StorageError with EIO if file and memory differ. The file is read with pread(), not by tensorferry."""
+    """Raise a StorageError with EIO if file and memory differ.
+
+    The file is read with pread(), because an error of tensorferry's own reads could hide the difference.
+    """
     # A descriptor is reopened through /proc, because one that was opened for writing cannot be read.
     path = text_of(filename)
     with open(path, "rb", buffering=0) as file:
@@ -661,8 +677,8 @@ def _chunks(memory: Memory) -> Iterator[tuple[int, memoryview]]:
         everything = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         yield from ((begin, everything[begin : begin + count]) for begin, count in pieces)
         return
-    # Copy GPU memory of any library to the host by writing it to a file in memory. The transfer has waited for the
-    # array's stream, which may no longer exist, so the legacy stream is used.
+    # Copy GPU memory of any library to the host by writing it to a file in memory. The transfer that is validated has
+    # already waited for the array's stream, which may no longer exist. Therefore this copy names the legacy stream.
     device, _ = location
     copy = os.memfd_create("tensorferry-validation")
     try:

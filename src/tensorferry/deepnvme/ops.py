@@ -1,7 +1,11 @@
 """The module that DeepSpeed's op builders load after ``install()``, in place of compiled ops.
 
-It implements the ops `async_io`, `gds`, `pin_memory` and `utils` with the signatures of DeepSpeed's C++ bindings.
-Errors that DeepSpeed's ops ignore, or that abort the process, are raised as exceptions.
+It implements the ops `async_io`, `gds`, `pin_memory` and `utils` with the signatures of DeepSpeed's C++ bindings. Where
+DeepSpeed's own ops ignore an error or abort the process, these functions raise an exception.
+
+A locked tensor is one of new_cpu_locked_tensor(). DeepSpeed copies tensors for which is_pinned() is False, and asserts
+in several places that it is True. Here it is True for every buffer that needs no copy. These are also the locked
+tensors that RLIMIT_MEMLOCK forbids to page-lock.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ def gds_refusal() -> str | None:
 
 
 class aio_handle(tensorferry.aio_handle):  # noqa: N801  DeepNVMe's name
-    """:class:`tensorferry.aio_handle`; its locked tensors count as pinned even if RLIMIT_MEMLOCK forbids locking."""
+    """:class:`tensorferry.aio_handle`; for is_pinned() all locked tensors are pinned, as the module says."""
 
     def is_pinned(self, buffer: Any) -> bool:
         """Return whether a buffer needs no copy: page-locked by torch, or returned by new_cpu_locked_tensor."""
@@ -42,7 +46,7 @@ class aio_handle(tensorferry.aio_handle):  # noqa: N801  DeepNVMe's name
 
 
 class gds_handle(tensorferry.gds_handle):  # noqa: N801  DeepNVMe's name
-    """:class:`tensorferry.gds_handle`; its locked tensors count as pinned even if RLIMIT_MEMLOCK forbids locking."""
+    """:class:`tensorferry.gds_handle`; for is_pinned() all locked tensors are pinned, as the module says."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         try:

@@ -169,7 +169,7 @@ def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments
 def collect_runs(
     begins: Iterable[int], nbytes: int, end: int, data: Any
 ) -> tuple[_core.Segments, int]:
-    """Return the segments that a read of equally long runs of bytes fills, and the offset of the first run.
+    """Return the segments that a read of equally long ranges of a file (runs) fills, and the offset of the first run.
 
     Each run has ``nbytes`` bytes and begins at one of the offsets in ``begins``, all before ``end``; the runs are
     stored one after the other in ``data``, which is host memory. Of the bytes between two runs the read transfers only
@@ -200,11 +200,11 @@ def is_iterable_of_arrays(array: Any) -> bool:
 def has_moved(memory: AnyMemory) -> bool:
     """Return whether an array's memory has been released or replaced since it was passed to a transfer.
 
-    Callers ask when the transfer has ended, because its bytes are not valid if the memory has moved. A transfer holds a
-    reference to the tensor's storage, so deleting the tensor or giving it another storage (``set_()``, ``.data = ``) is
-    safe. A reference does not protect against a storage that releases its memory (``resize_()``, ``share_memory_()``)
-    or a NumPy array that is resized with ``refcheck=False``. This function detects these cases, except when the
-    allocator has returned the same memory to the array again.
+    Callers ask when the transfer has ended: if the memory has moved, the transferred bytes are not valid. A transfer
+    holds a reference to the tensor's storage, so deleting the tensor or giving it another storage (``set_()``,
+    ``.data = ``) is safe. The reference does not protect against a storage that releases its memory (``resize_()``,
+    ``share_memory_()``) or a NumPy array that is resized with ``refcheck=False``. This function detects these cases,
+    except when the allocator has returned the same memory to the array again.
     """
     address, nbytes, owner, _ = memory
     if isinstance(address, int):
@@ -260,8 +260,8 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     address = 0 if wrapper else tensor.data_ptr()
     if wrapper or (address == 0 and nbytes > 0):
         raise ValueError(
-            f"{name}: {type(tensor).__name__} has no memory of its own (remedy: for a DTensor pass .to_local(); an "
-            "FSDP parameter may be resharded)"
+            f"{name}: {type(tensor).__name__} has no memory of its own (remedy: for a DTensor pass .to_local(); a "
+            "parameter of FSDP has no memory while it is resharded)"
         )
     # The storage owns the memory. A reference to the tensor is not enough, because its storage may be replaced.
     storage = tensor.untyped_storage()
@@ -471,6 +471,6 @@ def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
 def _is_immutable(array: object) -> bool:
     """Return whether an array is a JAX array, which is immutable.
 
-    Neither DLPack before 1.0 nor the CUDA array interface can mark it as read-only.
+    The array's type decides, because DLPack before 1.0 has no flag for read-only memory.
     """
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")

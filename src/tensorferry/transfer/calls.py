@@ -71,15 +71,15 @@ def write(
         length. By default the file is truncated if no offset is given (an offset of 0 counts as given). Devices are
         never truncated.
     sync : bool
-        Return only when data and size are durable (fdatasync), and also the name if this process created it (fsync of
-        the directory). An error of these calls, or of closing the file, is raised.
+        Return only when data and size are durable (fdatasync), and also the name if this process created the file
+        (fsync of the directory). An error of these calls, or of closing the file, is raised.
     atomic : bool
         Write a new file, make its data durable, and rename it to ``path``. If the call or the machine stops at any
         moment, the path holds either all old bytes or all new ones, and processes that have the old file open continue
-        to read the old bytes. The call needs space for both files. Hard links keep the old file, and a symbolic link
-        is followed. Owner, group, permissions and POSIX ACL are kept; where this process may not set them, the new file
-        belongs to the user of the process, and no other user gains a right. Other extended attributes, including
-        capabilities, are lost. With ``sync`` the rename is durable, too.
+        to read the old bytes. The call needs space for both files. Other hard links still name the old file, and a
+        symbolic link is followed. Owner, group, permissions and POSIX ACL are kept; where this process may not set
+        them, the new file belongs to the user of the process, and no other user gains a right. Other extended
+        attributes, including capabilities, are lost. With ``sync`` the rename is durable, too.
     direct : "auto", True or False
         "auto" and True bypass the page cache (O_DIRECT), "auto" only if the file system supports it. False writes
         through the page cache.
@@ -93,8 +93,8 @@ def write(
     ValueError, TypeError
         An argument is invalid; nothing was changed.
     StorageError
-        Not all bytes could be written; the error has the offset of the first that could not. The file is not shorter
-        than before, unless only the sync failed.
+        Not all bytes could be written; the error has the offset of the first that could not, and the file is not
+        shorter than before. Or only the sync failed: then the file may have been truncated already.
     EngineUnavailableError
         The array is in GPU memory, and the CUDA driver cannot be used.
 
@@ -255,7 +255,7 @@ def write_many(
 
 
 def _memory_of_argument(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
-    """Return what memory_or_segments() returns; its error for a path says that the arguments are swapped."""
+    """Call memory_or_segments(). If ``array`` is a path, the error says that path and array are swapped."""
     try:
         return memory_or_segments(array, writable=writable)
     except TypeError:
@@ -274,7 +274,7 @@ def _check_atomic(truncate: bool | None) -> None:
 
 
 def _atomic_items(items: Iterable[Any]) -> list[tuple[Path, Any]]:
-    """Return the paths and arrays of an atomic call, with the checks of :func:`transfer_many`."""
+    """Check the items of an atomic call, as :func:`transfer_many` checks items, and return their paths and arrays."""
     found: dict[str, tuple[Path, Any]] = {}
     for index, item in enumerate(checked_items(items)):
         name = f"items[{index}]"
@@ -379,8 +379,8 @@ def open(
         Bytes in one submission (block).
     queue_depth : int, optional
         The maximum number of blocks in flight. If any of ``engine``, ``block_size`` and ``queue_depth`` is given, the
-        file has its own workers. If none is given, the profile of the file system applies, provided that
-        ``tensorferry tune`` has stored one. Each part of a striped file has its own workers in any case.
+        file has its own workers. If none is given, the file uses the settings that ``tensorferry tune`` has stored for
+        its file system (a profile), or else the defaults. Each part of a striped file has its own workers in any case.
 
     Raises
     ------

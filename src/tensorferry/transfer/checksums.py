@@ -1,4 +1,7 @@
-"""CRC-32 checksums that are computed while a transfer moves its bytes."""
+"""CRC-32 checksums that are computed while a transfer moves its bytes.
+
+A chunk is a range of the file with a checksum of its own; a segment is one of several arrays of a transfer.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from tensorferry.base.reprs import safe_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# Smaller chunks cost more time than a more exact location of damage is worth; larger chunks do not fit into the bounce
-# pool, which holds a chunk until its checksum has been verified.
+# The chunk size decides how exactly damage is located. Smaller chunks cost more time than that is worth. Larger chunks
+# do not fit into the bounce pool: the buffers that hold a chunk until its checksum has been verified.
 MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 4096, 4 << 20
 
 
@@ -87,8 +90,8 @@ class Checksums:
         self._core: _core.Checksums | _core.Stream = _core.Checksums(
             chunk_nbytes or 0, self._of_segments, self._expected or [], bool(in_place)
         )
-        # The transfer that uses the checksums pops them. list.pop() is atomic, so of two threads that pass the same
-        # Checksums one gets them and the other raises.
+        # A list with one element, which the first transfer that uses this object pops. list.pop() is atomic, so if two
+        # threads pass the same Checksums, one gets the element and the other raises ValueError.
         self._unused = [self._core]
 
     @property
@@ -111,7 +114,7 @@ class Checksums:
         return f"<tensorferry.Checksums {', '.join(settings)}: {state}>"
 
     def _claim(self, nbytes: int, *, write: bool) -> _core.Checksums:
-        """Return the core's checksums for one transfer of ``nbytes`` bytes; a second transfer cannot use them."""
+        """Return the core's object for the checksums of one transfer of ``nbytes`` bytes; a second transfer raises."""
         if self._expected is not None:
             count = -(-nbytes // (self._chunk_nbytes or 1))
             if write:
@@ -124,12 +127,15 @@ class Checksums:
         return self._pop_unused()
 
     def _release(self, core: _core.Checksums) -> None:
-        """Make the checksums usable by another transfer, unless the transfer that claimed them has begun."""
+        """Undo :meth:`_claim`, so another transfer can use the checksums, unless the failed transfer has begun."""
         if not core.begun:
             self._unused.append(core)
 
     def _attach_stream(self, make: Callable[[int, bool], _core.Stream]) -> _core.Stream:
-        """Return a core stream that ``make(chunk_nbytes, segments)`` creates; then this object has its checksums."""
+        """Create a core stream with ``make(chunk_nbytes, segments)``, and return it.
+
+        From then on, :attr:`chunks` and :attr:`segments` are the stream's.
+        """
         if self._expected is not None:
             raise ValueError("checksums: expected= is only for reads")
         unused = self._pop_unused()

@@ -1,4 +1,6 @@
-"""Default values and limits of the settings.
+"""Default values and limits of the settings with which files and DeepNVMe's handles move bytes.
+
+A block is what one submission to the kernel carries; the queue depth is the number of blocks in flight.
 
 This module imports nothing, because `import tensorferry` needs these numbers and importing dataclasses alone would
 add a fifth to its time.

@@ -1,4 +1,8 @@
-"""Open files, with blocking and asynchronous transfers of arrays."""
+"""Open files, with blocking and asynchronous transfers of arrays.
+
+A scheduler is the core's object that owns worker threads. It divides transfers into blocks, and its engine (io_uring,
+libaio or threads) submits these to the kernel. Files that are opened without settings share schedulers.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +183,7 @@ class TransferMethods(abc.ABC):
         return self._start(array, offset, (True, sync, in_background(priority), checksums))
 
     def __copy__(self) -> Self:
-        return self  # closing a copy would close the files of the original without its notice
+        return self  # a copy would share the core's files, and closing it would close them under the original
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -238,7 +242,7 @@ class File(TransferMethods):
 
     @classmethod
     def _from_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
-        """Open, for reading and writing, the file of a descriptor that remains the caller's.
+        """Open the file of a descriptor for reading and writing; the caller still has to close the descriptor.
 
         If the file system refuses to open the file a second time, the new File uses a duplicate of the descriptor,
         which shares the open file description.
@@ -257,7 +261,7 @@ class File(TransferMethods):
         self._version = found.version
 
     def _reopen(self) -> File:
-        """Open the same file again, even if its path now names another file. It also works in a forked child."""
+        """Open the same file again, even if its path now names another file. A forked child can call this, too."""
         if self._version is None:
             return File(f"/proc/self/fd/{self._open_file().descriptor}")
         found = File(self._path)
@@ -375,24 +379,24 @@ class File(TransferMethods):
         self._open_file().sync()
 
     def preallocate(self, nbytes: int, offset: int = 0) -> None:
-        """Reserve space for the part of [offset, offset + nbytes) beyond the file's end, and extend the file to it.
+        """Extend the file to ``offset + nbytes`` bytes, and reserve space for the new bytes from ``offset`` on.
 
-        Without enough free space this method raises StorageError (ENOSPC) and changes nothing. On a file system that
-        cannot reserve space this method does nothing, and the size stays the same.
+        A file that is longer already stays as it is. Without enough free space this method raises StorageError
+        (ENOSPC), and the size stays the same. On a file system that cannot reserve space this method does nothing.
         """
         file = self._open_file(writing=True)
         file.preallocate(checked_offset(offset, nbytes), checked_offset(nbytes, 0, "nbytes"))
 
     def truncate(self, nbytes: int) -> None:
-        """Set the file's size in bytes. Writes submitted earlier beyond that size complete first."""
+        """Set the file's size in bytes. Writes submitted earlier complete first; their bytes beyond it are cut off."""
         file = self._open_file(writing=True)
         set_size(self._scheduler, file, checked_offset(nbytes, 0, "nbytes"))
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of the file's workers.
 
-        A file opened with explicit settings has separate workers. All other files share workers, one set for all file
-        systems that have the same profile.
+        A file opened with explicit settings has its own workers. All other files share workers: one set with the
+        default settings, and one for each different settings that ``tensorferry tune`` has stored (profiles).
         """
         return self._scheduler.stats()
 
@@ -478,7 +482,8 @@ class File(TransferMethods):
         file = self._open_file(reading=not write, writing=write)
         scheduler = self._scheduler
         # run_plain handles the common kinds of arrays in one call of the core, and returns False for all others. This
-        # saves time, because in a small read the Python code takes longer than everything else except the drive.
+        # saves time, because in a small read the Python code takes longer than everything else except the drive. The
+        # core would take True for the offset 1; checked_offset() below refuses it.
         is_plain = checksums is None and type(offset) is not bool
         if is_plain and scheduler.run_plain(file, array, offset, write, sync, background):
             return array
@@ -555,10 +560,13 @@ def scheduler_for_settings(
 
 
 def remove_created(path: str, identity: object) -> None:
-    """Remove a file that was created with the core's ``identity``, unless another file has its name by now."""
+    """Remove the file at a path if it is the one that this process created, and not another file that replaced it.
+
+    ``identity`` is that of the core for the created file: its device number and inode.
+    """
     with contextlib.suppress(OSError):
         status = os.stat(path)  # noqa: PTH116
-        # The core's identity of a device node is different, so a node is never removed.
+        # For a block device the core's identity is another pair of numbers, so a device node is never removed.
         if (status.st_dev, status.st_ino) == identity:
             os.unlink(path)  # noqa: PTH108
 

@@ -1,10 +1,11 @@
 """Futures: the results of asynchronous calls.
 
-A completed request reaches Python through a completion queue of the core, which makes an eventfd readable. Each event
-loop that awaits futures watches the eventfd of its own queue (a listener). A thread of this module sleeps on another
-queue and calls the functions of :meth:`Future.add_done_callback`. Therefore no worker thread of the core ever needs the
-GIL. The methods that are called often (``done``, ``result``, ``await``, ``cancel``) are implemented in the core: see
-csrc/bindings/future.h.
+A request is the core's object for a transfer; it is divided into blocks, each one submission to the kernel. When a
+request is done, the core puts a token (a number) into a completion queue, which makes the queue's eventfd readable.
+Each event loop that awaits futures watches the eventfd of its own queue (a listener). A thread of this module sleeps on
+another queue and calls the functions of :meth:`Future.add_done_callback`. Therefore no worker thread of the core ever
+needs the GIL. The methods that are called often (``done``, ``result``, ``await``, ``cancel``) are implemented in the
+core: see csrc/bindings/future.h.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) ->
 def _log_exception(what: object) -> None:
     import logging
 
-    with contextlib.suppress(Exception):  # a handler of the program may raise
+    with contextlib.suppress(Exception):  # a logging handler of the program may raise
         logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
 
 
@@ -166,7 +167,8 @@ class _CallbackThread:
         try:
             request.notify(self._queue, token)
         except BaseException:
-            # KeyboardInterrupt: an entry that is never notified would keep its array for ever.
+            # A KeyboardInterrupt may arrive before the request knows the token. No notification would then remove the
+            # entry, and the entry would keep the future and its array for ever.
             self._callbacks.pop(token, None)
             raise
 
@@ -188,7 +190,7 @@ class _CallbackThread:
                 except BaseException:
                     # Not even a SystemExit may end the thread: the other callbacks would never be called.
                     _log_exception(callback)
-                # Otherwise its future and array stay referenced while the thread sleeps.
+                # Otherwise this variable would keep the callback's future and array while the thread sleeps.
                 del callback
             if not tokens:
                 if self._stopping:
@@ -242,8 +244,8 @@ class PendingFutures:
         with self._lock:
             # Pruning futures that are done, each time the list has doubled, keeps the list short at little cost.
             if len(self._futures) >= self._prune_at:
-                # Another add() during the pruning only appends to the list. It can happen when the pruning drops an
-                # object with a finalizer that starts another transfer on this thread.
+                # If the pruning drops an object, its finalizer may start another transfer on this thread, and with it
+                # another add(). With this limit that call only appends to the list, and does not prune it, too.
                 self._prune_at = sys.maxsize
                 self._futures = [
                     each
@@ -265,6 +267,6 @@ class PendingFutures:
         return taken
 
     def restore(self, futures: list[weakref.ref[Future[Any]]]) -> None:
-        """Put references that :meth:`take` returned back at the front of the list."""
+        """Insert the references that :meth:`take` returned at the front of the list again."""
         with self._lock:
             self._futures[:0] = futures

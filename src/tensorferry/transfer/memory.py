@@ -1,4 +1,7 @@
-"""Memory for I/O without copies: page-aligned, on huge pages, and page-locked if the system allows it."""
+"""Memory for I/O without copies: page-aligned, on huge pages, and page-locked if the system allows it.
+
+Arrays in other memory may be unaligned. They are copied through bounce buffers, which this module sizes.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +173,7 @@ def free_locked_memory(address: int) -> bool:
 
 
 def is_pinned(buffer: Any) -> bool:
-    """Return whether a buffer is page-locked by torch, tensorferry or CUDA. GPU memory is not."""
+    """Return whether a buffer is page-locked by torch, tensorferry or CUDA; False for GPU memory."""
     if hasattr(buffer, "is_pinned") and buffer.is_pinned():
         return True
     address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
@@ -187,17 +190,17 @@ def is_in_locked_tensor(buffer: Any) -> bool:
 
 
 def bounce_pool_nbytes() -> int:
-    """Return the size in bytes of each device's bounce pool, through which unaligned arrays are copied."""
+    """Return the size in bytes of each device's bounce pool: the buffers through which unaligned arrays are copied."""
     return _core.bounce_pool_nbytes()
 
 
 def set_bounce_pool_nbytes(nbytes: int) -> None:
-    """Set the size of the bounce pools, through which unaligned arrays are copied.
+    """Set the size of each bounce pool: the buffers through which unaligned arrays are copied.
 
     The default is 32 MiB, or the value of the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Each device in use
     has a pool, up to 16 devices; further devices share these pools. Bounce buffers in use keep their size, and the new
-    size applies to later blocks. GPU memory is copied through pinned memory of twice that size, which is allocated for
-    a device at its first transfer.
+    size applies to later blocks. GPU memory is copied through another, pinned pool of twice that size, which is
+    allocated for a device at its first transfer of GPU memory.
 
     Raises
     ------
@@ -210,7 +213,7 @@ def set_bounce_pool_nbytes(nbytes: int) -> None:
 
 
 def locked_memory(nbytes: int) -> tuple[Any, bool]:
-    """Return memory with the buffer protocol and DLPack, and whether it is page-locked; see :func:`empty`."""
+    """Return new memory (an object with the buffer protocol and DLPack) and whether it is locked; see :func:`empty`."""
     global _warned
     if nbytes > sys.maxsize:
         raise MemoryError(f"cannot allocate {nbytes} bytes")

@@ -1,4 +1,7 @@
-"""A new file that a stream writes sequentially."""
+"""A new file that a stream (module ``streams``) writes sequentially.
+
+Each array written is a segment. A field is a place in the bytes written that later gets a checksum of segments.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.streams import Field, Stream
 
-# write_copied() copies smaller buffers into a bytes object, instead of waiting until the stream has copied them.
+# write_copied() copies a smaller buffer into a bytes object itself. For a larger one it waits until the stream has
+# copied the buffer.
 _SMALL_NBYTES = 64 << 10
 
 
@@ -114,7 +118,7 @@ class NewFile(Owned):
         self._open().append(array, kept=kept)
 
     def write_bytes(self, data: bytes, fields: Sequence[Field] = ()) -> None:
-        """Write a few bytes, which may have fields with checksums of earlier segments."""
+        """Write a few bytes. ``fields`` are the places in them that get checksums of earlier segments."""
         self._open().append_with_fields(data, fields)
 
     def write_copied(self, data: Any) -> int:
@@ -128,7 +132,7 @@ class NewFile(Owned):
         return view.nbytes
 
     def wait_until_copied(self) -> None:
-        """Return when all arrays written so far have been copied into the stream's buffers; they may then change."""
+        """Return when the stream has copied all arrays written so far; the caller may then change them."""
         self._open().wait_until_copied()
 
     def finish(self, sync: bool = True) -> FileSummary:

@@ -1,4 +1,7 @@
-"""CRC-32s of consecutive pieces of a file: the core reads ahead and discards the bytes, so no data reach Python."""
+"""CRC-32s of consecutive pieces of a file; the caller chooses the size of each piece.
+
+The core reads ahead, computes the checksums and discards the bytes, so no data is copied to Python.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ if TYPE_CHECKING:
 
     from tensorferry.transfer.files import File
 
-# Pieces are read together up to this size and number.
+# One read (a batch) covers consecutive pieces, up to this size in total and up to this number of pieces.
 _BATCH_NBYTES, _BATCH_PIECES = 32 << 20, 4096
 
 
 def piece_crcs(file: File, begin: int, sizes: Iterable[int]) -> Iterator[int | OSError]:
-    """Yield the CRC-32 of each piece from ``begin`` on, or the error where a piece cannot be read."""
+    """Yield one result for each piece from offset ``begin`` on: its CRC-32, or the error if it cannot be read."""
     with Pipeline(_batches(file, begin, sizes)) as pipeline:
         for batch in iter(pipeline.first, None):
             yield from batch.crcs()
@@ -56,7 +59,7 @@ class _Batch(Read):
             self._failure = error
 
     def crcs(self) -> Iterator[int | OSError]:
-        """Yield the results; a batch with a read error is split until the unreadable parts are single pieces."""
+        """Yield the result of each piece. A batch with a read error is halved until only unreadable pieces fail."""
         try:
             self.wait()
             if self._failure is not None:

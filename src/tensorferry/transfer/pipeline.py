@@ -1,14 +1,15 @@
 """Read-ahead: start reads in the order in which they will be needed, within a memory limit and a read-ahead limit.
 
-A package that uses the pipeline describes its reads (:class:`Read`: which bytes of which file go into which memory) and
-takes them, usually oldest first. The pipeline decides when each read starts. It also handles cancelling, closing,
-fork() and KeyboardInterrupt in one place.
+A package of tensorferry that reads many things in order, such as ``safetensors``, describes its reads (:class:`Read`:
+which bytes of which file go into which memory) and takes them, usually oldest first. The pipeline decides when each
+read starts. It also handles cancelling, closing, fork() and KeyboardInterrupt in one place. The caller is the program
+that uses the package.
 
 Two limits apply to reads that start before they are needed:
 
 memory
     The memory of reads that have started and are not released, if the package sets a limit. The package releases a read
-    when its memory belongs to the caller (:meth:`Pipeline.release`).
+    (:meth:`Pipeline.release`) when it gives the memory to the caller.
 read-ahead
     The bytes requested from the drives that have not arrived: :func:`read_ahead_nbytes`, the same for all packages. A
     deeper queue would delay the read that is needed first, because a drive serves requests in turn. Two reads may
@@ -82,7 +83,7 @@ class Read:
     futures: Sequence[Future[Any]] = ()
     begun: bool = False
     released: bool = False
-    # The sums, over all reads of the pipeline that started earlier, of the bytes read and of the memory.
+    # The bytes of all reads of the pipeline that started before this one, and the memory of the same reads.
     _read_before = 0
     _held_before = 0
 
@@ -177,11 +178,12 @@ class Pipeline(Owned, Generic[_Read]):
         self._by_itself = automatic
         self.ahead_nbytes = read_ahead_nbytes(far=far)
         self._source = iter(reads)
-        # Not started, except that after an interruption the first one may have started.
+        # Reads that have not started. Only after an interruption of advance() the first one may have started.
         self._waiting: deque[_Read] = deque()
-        # Started; reads that have ended are removed from the front.
+        # Reads that have started. Those that have ended are removed when they are at the front.
         self._in_flight: deque[_Read] = deque()
-        # The sums of bytes read and of memory over all reads that have started.
+        # The bytes of all reads that have started so far, and the memory of the same reads. Both only grow; the
+        # difference from a read's _read_before or _held_before counts that read and those after it.
         self._read_end = self._held_end = 0
 
     def add(self, read: _Read) -> None:
@@ -324,7 +326,7 @@ class Pipeline(Owned, Generic[_Read]):
 
 
 def _drop_from_front(reads: deque[_Read], is_over: Callable[[_Read], bool]) -> None:
-    """Remove reads from the front as long as they are over."""
+    """Remove the first read as long as ``is_over`` is true for it."""
     # Another thread or a signal handler may do the same at any moment. Therefore the read that was checked is removed,
     # and not whichever is the first by then.
     with contextlib.suppress(IndexError):

@@ -1,5 +1,7 @@
 """Several schedulers behind the interface of one: each transfer uses the settings of the profile for it.
 
+A scheduler is the core's object that owns worker threads, which move blocks with one combination of settings.
+
 This module is imported only if profiles are stored. A profile has settings that ``tensorferry tune`` measured for one
 file system, one direction and one kind of memory. When the first file on a device is opened, the profiles of its file
 system are looked up; later transfers only select among these by direction and memory. Transfers without a profile use
@@ -54,7 +56,7 @@ class SchedulerGroup:
     def __init__(self, plain: _core.Scheduler) -> None:
         self.plain = plain
         self._latest = plain
-        # Of all schedulers except the plain one.
+        # The settings of all schedulers except the plain one.
         self._settings: dict[_core.Scheduler, Settings] = {}
 
     def of(
@@ -150,7 +152,7 @@ class FileSystemSchedulers(SchedulerGroup):
         super().__init__(plain)
         self._settings = settings
         self._tuned = tuned
-        # The name that profiles have for the memory of a GPU, by its number, and for host memory (None).
+        # The names that profiles have for the memory of each GPU (the key is its number) and for host memory (None).
         self._names: dict[int | None, str] = {None: profile_store.HOST}
         self._latest = next(iter(tuned.values()), plain)
 
@@ -174,7 +176,7 @@ class FileSystemSchedulers(SchedulerGroup):
         return list(dict.fromkeys([self.plain, *self._tuned.values()]))
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters, added up, of the schedulers that move host memory or have a profile."""
+        """Return the counters, added up, of the schedulers for host memory and of those with a profile."""
         host = [
             self._tuned.get((each, profile_store.HOST), self.plain)
             for each in profile_store.DIRECTIONS

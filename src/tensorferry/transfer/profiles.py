@@ -1,11 +1,11 @@
 """Profiles: measured settings for a file system, used by handles and files that are opened without settings.
 
-Each profile is for one direction and one kind of memory, because settings that make reads faster may halve the speed
-of writes.
+Each profile is for one direction (read or write) and one kind of memory (that of the host or of a GPU), because
+settings that make reads faster may halve the speed of writes.
 
-``tensorferry tune`` stores profiles in one JSON file of the user (``runtime.profiles_path()``; ``tuning.storing``). If
-that file cannot be used, a warning is emitted and no exception is raised: a profile only saves time, and a missing one
-must not end a training run.
+``tensorferry tune`` stores profiles in one JSON file of the user. ``runtime.profiles_path()`` is the file's path, and
+the module ``tuning.storing`` writes it. If the file cannot be used, a warning is emitted and no exception is raised: a
+profile only saves time, and a missing one must not end a training run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class Profile:
 
 
 def memory_name(device: int | None) -> str:
-    """Return the name in profiles of host memory (None), or of the memory of a GPU by its number in this process."""
+    """Return the name that profiles have for host memory (``device`` is None) or for the memory of a GPU.
+
+    ``device`` is the GPU's number in this process. If CUDA_VISIBLE_DEVICES is set, the name has the GPU's entry there.
+    """
     if device is None:
         return HOST
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -135,7 +138,7 @@ def file_system_of_open(descriptor: int) -> FileSystem:
 
 
 def load(path: Path) -> list[Profile]:
-    """Return the profiles in a file; emit a warning and return none if the file cannot be used."""
+    """Return the profiles in a file. If the file cannot be used, emit a warning and return an empty list."""
     try:
         return read(path)
     except FileNotFoundError:

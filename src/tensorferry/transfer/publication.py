@@ -28,7 +28,8 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 _STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
 _STILL_OPEN_SECONDS = 2.0
 _POLL_SECONDS = 0.002
-# The folder with a path for each open file of this process, which stays valid if a file is renamed or removed.
+# The kernel's folder with a path for each open descriptor of this process. The path leads to the open file even after
+# that file has been renamed or removed.
 OWN_FILES = "/proc/self/fd"
 
 
@@ -185,7 +186,8 @@ def sync_open_directory(directory: int) -> None:
     try:
         os.fsync(directory)
     except OSError as error:
-        # A file system without fsync() of directories has no other way to make names durable either.
+        # On these file systems fsync() of a directory is not supported, and there is no other way to make names
+        # durable.
         if error.errno not in _NO_SYNC:
             raise
 

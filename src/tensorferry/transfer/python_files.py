@@ -22,7 +22,8 @@ _BUFFER_NBYTES = 1 << 20
 class ObjectStream(io.RawIOBase):
     """A raw Python stream that reads an object in a bucket.
 
-    Like :class:`File`, it is pinned to the version of the object that existed when it was opened.
+    Like :class:`File`, it is pinned to the version of the object that existed when it was opened: if the object is
+    replaced, later reads raise StorageError.
 
     Attributes
     ----------

@@ -8,8 +8,8 @@ Opening an object pins it: every response must be complete and of the same versi
 modification). obstore checks that a response has the requested range.
 
 An object is identified by a text that is used in place of a path. It is a URL; or, for a store object that the caller
-has created, a text such as ``s3+1f3a5c://bucket/key`` that is valid only in this process. :func:`as_path` returns an
-object with the methods of pathlib for it.
+has created, a text such as ``s3+1f3a5c://bucket/key`` that is valid only in this process. For such a text
+:func:`as_path` returns an :class:`ObjectPath`, which has the methods of pathlib.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ _WEB_NAMES = (".metadata", "model.safetensors.index.json", "model.safetensors")
 # a latency of 50 ms are 2.6 GB/s.
 _REQUEST_NBYTES = 8 << 20
 _REQUESTS = 16
-# From the message of a store's error, the markup of HTML and XML pages (_PAGE) is removed, and at most _MAX_REASON
-# characters are kept.
+# From the message of a store's error, whatever _PAGE matches is removed (HTML and XML markup, obstore's debug output),
+# and at most _MAX_REASON characters are kept.
 _MAX_REASON = 400
 _PAGE = re.compile(
     r"<[?!](.*?<Code>)?|</Code>.*|<html.*|Debug source: .*", re.DOTALL | re.IGNORECASE
 )
 
 _lock = module_lock()
-# Stores that callers have created, each with the prefix of its texts. Only the last 1024 are kept.
+# Stores that callers have created, each with the beginning of the texts that identify its objects. Only the last 1024
+# are kept.
 _stores: collections.deque[tuple[str, Any]] = collections.deque(maxlen=1024)
 # A valid key: between slashes it has no empty part and no part "." or ".."; a slash at its end is allowed.
 _KEY = re.compile(r"(?!/)(?!(.*/)?\.{1,2}(/|$))(?!.*//)[^\0]*", re.DOTALL)
@@ -409,7 +410,8 @@ def _call_interruptibly(ask: Callable[[], Any]) -> Any:
         finally:
             ended.set()
 
-    # Import obstore before the thread starts: fork() by another thread must not happen during the import.
+    # Import obstore here. If the new thread imported it, this thread might fork() during the import, after a
+    # KeyboardInterrupt, and the child would wait for the import lock for ever.
     usable_obstore()
     threading.Thread(target=run, name="tensorferry-ask", daemon=True).start()
     ended.wait()

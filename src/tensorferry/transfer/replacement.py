@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 # Errors of open(O_TMPFILE) on file systems without support for it (see open(2)).
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-# Errors of unlink() that show that a file has no sidecar (a file with the same name plus a suffix, which describes it):
-# the sidecar's name does not exist, names a directory, or is too long.
+# A sidecar is a file that describes another file, and has its name plus a suffix. These errors of unlink() show that
+# there is no sidecar: its name does not exist, names a directory, or is too long.
 _NO_SIDECAR = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
 
 # Files that are replaced concurrently. Each needs three descriptors, so a descriptor limit may allow fewer.
@@ -78,7 +78,8 @@ class Target(Owned, abc.ABC):
     sync : bool
         Make the new file durable.
     sidecar_suffix : str
-        If given, a file with the target's name plus this suffix describes the old file and is deleted with it.
+        If given, a file with the target's name plus this suffix (the sidecar) describes the old file, and is deleted
+        when the old file is replaced.
 
     Raises
     ------
@@ -185,7 +186,7 @@ class Target(Owned, abc.ABC):
 
     @contextlib.contextmanager
     def naming_target(self) -> Iterator[None]:
-        """In errors that the block raises for the new file, replace the file's name with the target path."""
+        """In errors that the block raises for the new file, replace its temporary name with the target path."""
         try:
             yield
         except OSError as error:
@@ -264,15 +265,15 @@ class Target(Owned, abc.ABC):
         if self.is_parents or not self._is_open:
             return
         self._abort()
-        # Free the file's space now, because the traceback of an exception may keep the file open for long. A file with
-        # a name is not truncated: it may already have been renamed to the target.
+        # Truncate the new file to free its space now, because the traceback of an exception may keep the file open for
+        # long. A file with a name is not truncated: it may already have been renamed to the target.
         with contextlib.suppress(OSError):
             if os.fstat(self._descriptor).st_nlink == 0:
                 os.ftruncate(self._descriptor, 0)
 
     def _release(self) -> None:
-        # Reset the attributes first: a second call, for example by a signal handler, must not close the descriptors
-        # again, which other files may have by then.
+        # Reset the attributes first: a second call, for example by a signal handler, must not close the same descriptor
+        # numbers again, because other files may have these numbers by then.
         descriptor, self._descriptor = self._descriptor, -1
         directory, self._directory = self._directory, -1
         try:
@@ -339,7 +340,7 @@ class Replacement(Target):
 
 
 class AtomicFile(Target):
-    """A replacement file that one transfer writes and makes durable before the rename; see :class:`Target`."""
+    """A replacement file that one transfer with ``sync=True`` writes before the rename; see :class:`Target`."""
 
     file: File
 
@@ -428,7 +429,7 @@ def _collect_errors(failures: list[StorageError], path: AnyPath) -> Iterator[Non
 
 
 def _resolve(path: AnyPath) -> tuple[Path, os.stat_result | None]:
-    """Return a path with its symbolic links resolved, and the status of the file there or None."""
+    """Return a path with its symbolic links resolved, and the status of the file there, or None if there is no file."""
     asked = absolute_path(path)
     if asked.endswith(("/", "/.", "/..")):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)

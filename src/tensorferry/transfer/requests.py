@@ -1,4 +1,9 @@
-"""Requests: every transfer of arrays to and from files is submitted to the core by this module."""
+"""Requests: every transfer of arrays to and from files is submitted to the core by this module.
+
+A scheduler is the core's object that owns worker threads. A request is what one call submits to one scheduler: one or
+several transfers, which are waited for and cancelled together. A request ends only after it was sealed, which tells the
+core that it gets no more transfers. An item is one (path, array, offset) of :func:`transfer_many`.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +45,10 @@ _Array = TypeVar("_Array")
 def open_for_transfer(
     path: Path | int, write: bool, direct: str, name: str = "path", *, replaced: bool = False
 ) -> _core.File:
-    """Open a file for one request, which closes it.
+    """Open a file for one request, which closes the file when it ends.
 
     For a write, the file at a path is created if it is missing. The file of a descriptor is opened again, and the
-    descriptor remains the caller's.
+    caller's descriptor stays open.
 
     ``replaced`` is True when the bytes of this request are to be the file's whole content.
     """
@@ -109,9 +114,9 @@ def transfer(
 
 
 def set_size(scheduler: AnyScheduler, file: _core.File, nbytes: int) -> None:
-    """Set an open file's size, in order with its writes.
+    """Set an open file's size after the writes that were submitted earlier, and before those submitted later.
 
-    The bytes of writes that were submitted earlier are cut off beyond the size; those of later writes are not.
+    Bytes of the earlier writes beyond the size are cut off; those of later writes are not.
     """
     transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)
 
@@ -167,7 +172,7 @@ def submit_one(
     owner: object,
     sums: _core.Checksums | None = None,
 ) -> None:
-    """Submit the only transfer of a request, and raise the error if the core refuses it.
+    """Submit the only transfer of a request, which also seals it, and raise the error if the core refuses it.
 
     The core holds a reference to ``owner``, which owns the memory, until the transfer ends.
     """
@@ -200,6 +205,7 @@ def write_segments(
             for begin in range(0, count, _CHUNK):
                 addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
                 positions = range(begin, begin + len(addresses))
+                # False: the file gets more transfers. None, for the last ones: it does not, and the request is sealed.
                 last = None if begin + _CHUNK >= count else [False] * len(addresses)
                 refused = served.submit(
                     *(requests[-1], [file] * len(addresses), addresses, nbytes, offsets),
@@ -216,9 +222,9 @@ def write_segments(
 
 @contextlib.contextmanager
 def _cancelled_on_error(requests: Collection[_core.Request]) -> Iterator[None]:
-    """If the block raises, cancel the requests, and wait for them.
+    """If the block raises, cancel and seal the requests, and wait for them.
 
-    KeyboardInterrupt is raised without waiting: a request holds references to the arrays until it ends.
+    KeyboardInterrupt is raised without waiting, which is safe: a request holds references to the arrays until it ends.
     """
     try:
         yield
@@ -251,7 +257,7 @@ def _failure_of_memory(
 
 
 def text_of(target: Path | int | _core.File) -> str:
-    """Return a path by which the file of a request can be opened."""
+    """Return a path by which the file of a request can be opened; for a descriptor, its path in /proc."""
     if isinstance(target, _core.File):
         return target.path
     return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
@@ -397,7 +403,8 @@ class _Batch(NamedTuple):
 
 _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
 
-# Items in one submission. The drive works on the blocks of one submission while the files of the next are opened.
+# The maximum number of items in one submission (a chunk), unless all items of a file must be in it. The drive works on
+# the blocks of one submission while the files of the next are opened.
 _CHUNK = 256
 
 
@@ -428,8 +435,8 @@ class _BatchTransfer:
         self._order = _order_of(batch, files, write)
         self._batch = batch if isinstance(self._order, range) else batch.select(self._order)
         # All items of one file must be in one request, because the request truncates the file, and a request belongs to
-        # one scheduler. A scheduler depends on the location of the memory, so one location selects it for all items:
-        # that of the first item if all are on the same device, else None.
+        # one scheduler. The location of the memory is one of the things that select the scheduler. Therefore all items
+        # use the same location for it: that of the first item if all are on one device, else None (host memory).
         locations = batch.locations or [None]
         devices = {None if location is None else location[0] for location in locations}
         self._location = locations[0] if len(devices) == 1 else None
@@ -494,7 +501,10 @@ class _BatchTransfer:
             begin += half
 
     def _submit_for_one_scheduler(self, begin: int, end: int) -> int:
-        """Submit the leading items that one scheduler serves, and return how many were submitted or refused."""
+        """Submit the first items of a range, as many as one scheduler serves; return how many were handled.
+
+        An item whose file cannot be opened is handled, too: its error is kept in ``_refused``.
+        """
         paths = self._batch.paths
         opened: dict[Path, _core.File | StorageError] = {}
         scheduler: _core.Scheduler | None = None
@@ -546,6 +556,7 @@ class _BatchTransfer:
             positions,
             part.owners,
             part.locations,
+            # False: the file gets more items in the next submission.
             [path != continued for path in part.paths],
         )
         self._continued_file = continued_file

@@ -1,4 +1,8 @@
-"""The schedulers of this process: created on demand, again after fork(), and closed at interpreter exit."""
+"""The schedulers of this process: created on demand, again after fork(), and closed at interpreter exit.
+
+A scheduler is the core's object that owns worker threads with a queue each. It moves the blocks of requests (what calls
+have submitted). Its engine is how blocks reach the kernel: io_uring, libaio or threads.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ CLOSE_PATIENCE_SECONDS = 60.0
 _STEP_SECONDS = 1.0
 
 # Requests may always have _MIN_REQUEST_FILES files open. At a descriptor limit a call checks every _POLL_SECONDS
-# whether files have been closed, at most _MAX_WAITS times, and stops when no byte has moved for _NO_PROGRESS_SECONDS.
+# whether files have been closed, at most _MAX_WAITS times. It gives up when no byte has moved for _NO_PROGRESS_SECONDS.
 _MIN_REQUEST_FILES = 64
 _POLL_SECONDS = 0.05
 _NO_PROGRESS_SECONDS = 5.0
@@ -150,7 +154,7 @@ def with_descriptors(
 ) -> _Result:
     """Call ``action``, which opens files; at a descriptor limit, wait until requests have closed files and retry.
 
-    With ``opens``, the action is certain to open a file. This function then first waits while the process uses more
+    With ``opens``, the action certainly opens a file. This function then first waits while the process uses more
     than half of its descriptors, which leaves the other half to the rest of the program. If waiting does not help, it
     calls the action nevertheless.
     """
@@ -245,9 +249,9 @@ def close_scheduler(
 
 
 def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
-    """Call ``step(seconds)`` until it returns True; return False if the schedulers make no progress for 60 seconds.
+    """Call ``step(seconds)`` until it returns True; return False once the schedulers make no progress for too long.
 
-    The time without progress is CLOSE_PATIENCE_SECONDS.
+    The limit is CLOSE_PATIENCE_SECONDS. ``step`` waits at most the given seconds for what the caller needs.
     """
     # Count steps, not clock time, because the clock continues while the process is stopped (SIGSTOP, a frozen
     # container).
@@ -269,7 +273,7 @@ def _moved(scheduler: AnyScheduler) -> object:
 
 
 def warn_of_abandoned_io(what: str) -> None:
-    """Warn of I/O that close() has abandoned. Its memory is never released, because the kernel may still use it."""
+    """Warn of I/O that close() no longer waits for. Its memory is never released: the kernel may still use it."""
     warn(
         f"tensorferry: {what} made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was abandoned; "
         "data may be missing"

@@ -1,7 +1,7 @@
-"""The settings of a handle: a benchmark runs with them, a sweep varies them, a profile stores them.
+"""The settings of a handle or file. A benchmark measures settings, a sweep tries several, and a profile stores them.
 
-Every handle has them, so this module imports no dataclasses, which would add a fifth to the time of
-`import tensorferry`.
+A handle is DeepNVMe's object for I/O. `import tensorferry` imports this module. Therefore Settings is not a dataclass:
+importing dataclasses would add a fifth to the time of that import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DE
 class Settings(NamedTuple):
     """A handle's settings under DeepNVMe's names.
 
-    ``block_size`` is in bytes. With ``engine=None`` the first engine that works is used.
+    ``block_size`` is in bytes. ``engine`` is how blocks reach the kernel: "io_uring", "libaio" or "threads". With None
+    it is the value of TENSORFERRY_ENGINE, or the first engine that works.
     """
 
     block_size: int = DEFAULT_BLOCK_NBYTES
@@ -25,8 +26,8 @@ class Settings(NamedTuple):
     engine: str | None = None
 
     def as_deepspeed(self) -> dict[str, Any]:
-        """Return the settings as the ``aio`` section of DeepSpeed's configuration, which has no engine.
+        """Return the settings as the ``aio`` section of DeepSpeed's configuration, which has no key for the engine.
 
-        The flags are JSON booleans, because DeepSpeed treats the string "false" as true.
+        ``single_submit`` and ``overlap_events`` stay booleans: DeepSpeed would take the string "false" for true.
         """
         return {name: value for name, value in self._asdict().items() if name != "engine"}

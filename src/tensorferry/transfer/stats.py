@@ -1,4 +1,7 @@
-"""Counters of several schedulers, added up."""
+"""Counters of several schedulers, added up.
+
+A scheduler is the core's object that owns worker threads and their queues, and counts what they transfer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 def summed_stats(every: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the sums of several schedulers' counters.
 
-    Percentiles cannot be added: a percentile of the result is the highest value that a scheduler has for it.
+    Percentiles of the latency cannot be added: for each of them the result has the highest value of any scheduler.
     """
     latencies = [counted["block_latency_microseconds"] for counted in every]
     return {

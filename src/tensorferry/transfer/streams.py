@@ -1,4 +1,8 @@
-"""Streams: sequential writes of arrays to a file, one array at a time, with a bounded amount of memory in flight."""
+"""Streams: sequential writes of arrays to a file, one array at a time, with a bounded amount of memory in flight.
+
+The core copies each array into buffers, and writes the buffers. Each appended array is a segment, which may get a
+CRC-32.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,14 @@ MAX_UNCOPIED_NBYTES = 8 << 20
 _KINDS = {"segment": "segment", "own": "own", "torch_id": "folded"}
 _TORCH_FOLD = (0x9E3779B9, 6, 2)
 
-# The largest number of arrays that one call of the core appends; and, for an iterator, which may create the arrays on
-# demand, the number of bytes after which no further array is added to the call.
+# append() passes several arrays to the core in portions: at most _PORTION_COUNT arrays in one call of the core. An
+# iterator may create its arrays on demand, so a portion from an iterator also ends once it has _PORTION_NBYTES bytes or
+# more.
 _PORTION_COUNT, _PORTION_NBYTES = 1024, 4 << 20
 
 
 class Field(NamedTuple):
-    """A checksum field in the bytes of :meth:`Stream.append_with_fields`, filled in once earlier arrays are copied.
+    """A place in the bytes of :meth:`Stream.append_with_fields` that gets a checksum once earlier arrays are copied.
 
     Attributes
     ----------
@@ -287,6 +292,7 @@ class Stream:
     def _append(self, segments: _core.Segments, kept: bool) -> None:
         self._check_open()
         self._core.append(self._scheduler, segments)
+        # No stream has more bytes than MAX_FILE_NBYTES, so with `kept` this does not wait.
         self._core.wait_for_copies(
             self._scheduler, MAX_FILE_NBYTES if kept else MAX_UNCOPIED_NBYTES
         )

@@ -3,7 +3,8 @@
 With ``n`` files and stripes of ``s`` bytes, stripe ``k``, which is bytes ``[k * s, (k + 1) * s)`` of the logical file,
 is stored in file ``k % n`` at offset ``(k // n) * s``. The files have no header and no padding. Therefore a range of
 the logical file is one range in each file, and a transfer consists of at most one part for each file. The segments of a
-part are the pieces of the caller's memory that are stored in that file.
+part are the pieces of the caller's memory that are stored in that file, and gaps: bytes of the file that the caller
+skips. A row is one stripe of each file.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class StripedFile(TransferMethods):
             )
         self._layout = Layout(stripe, len(names))
         past_cache = direct_mode(direct)
-        self._changing = threading.Condition()
+        self._changing = threading.Condition()  # protects _submitting and _closed
         self._submitting = 0  # the number of transfers that are being submitted to the files
         self._closed = False
         self._pending = PendingFutures()
@@ -206,10 +207,10 @@ class StripedFile(TransferMethods):
         self._for_each_file(self._open_files(), lambda _, file: file.sync())
 
     def preallocate(self, nbytes: int, offset: int = 0) -> None:
-        """Reserve space for the part of [offset, offset + nbytes) beyond the file's end, and extend the file to it.
+        """Extend the file to ``offset + nbytes`` bytes, and reserve space for the new bytes from ``offset`` on.
 
-        If a drive has too little free space, this method raises StorageError (ENOSPC) and changes no size. On a file
-        system that cannot reserve space this method does nothing, and the size stays the same.
+        A file that is longer already stays as it is. If a drive has too little free space, this method raises
+        StorageError (ENOSPC) and changes no size. On a file system that cannot reserve space this method does nothing.
         """
         files = self._open_core_files(writing=True)
         nbytes = checked_offset(nbytes, 0, "nbytes")
@@ -251,6 +252,7 @@ class StripedFile(TransferMethods):
         failure: Exception | None = None
         for file in self._files:
             try:
+                # If the drives hang, _finish() has waited long enough for all of them: do not wait again for each file.
                 file._close((lambda step, *_: step(0.0)) if hung else wait_while_progressing)
             except Exception as error:
                 failure = failure or error
@@ -404,7 +406,10 @@ class StripedFile(TransferMethods):
 
     @contextlib.contextmanager
     def _while_open(self) -> Iterator[None]:
-        """Keep close() waiting during the block, so either all parts of a transfer are submitted or none."""
+        """Keep close() waiting during the block, in which a transfer submits its parts.
+
+        Otherwise the transfer might find some files closed after it has submitted the parts of others.
+        """
         with self._changing:
             if self._closed:
                 raise self._closed_error()
@@ -542,7 +547,7 @@ class StripedFile(TransferMethods):
 
 
 class FileRequests:
-    """The requests of one transfer, one for each file, behind the interface of a single request.
+    """The requests of one transfer, one for each file, behind the interface of a single request (``futures.Request``).
 
     ``failure`` combines the errors of several files into one. Its arguments are a list of (file index, error), the
     number of bytes of the transfer and the number of bytes moved.
@@ -592,7 +597,7 @@ class FileRequests:
         with_descriptors(served, submit, opens=False)
 
     def cancel_and_wait(self, error: BaseException) -> None:
-        """Cancel all requests and wait for them, except after KeyboardInterrupt: the core keeps the arrays alive."""
+        """Cancel all requests; wait for them, but not after KeyboardInterrupt: the core then keeps the arrays alive."""
         self.cancel()
         if isinstance(error, Exception):
             self.wait()
@@ -623,7 +628,7 @@ class FileRequests:
         return self._failure(failed, self._nbytes, self._nbytes - asked + self.moved_nbytes())
 
     def moved_nbytes(self) -> int:
-        """Return the number of bytes that the requests which have ended moved."""
+        """Return the number of bytes that the requests have moved. All requests must have ended."""
         missing = sum(error.expected - error.transferred for _, error in self._failed())
         return sum(nbytes for _, nbytes, _ in self._parts) - missing
 

@@ -26,7 +26,7 @@ _SMALL_READ_AHEAD_KB = 128  # the kernel's own default
 _FUSE_REQUESTS = 32  # the requests of 1 MiB that tensorferry keeps in flight by default
 _BLOCK_KB, _LARGE_BLOCK_KB = 1024, 4096  # the block sizes of a handle's default settings
 _FIRST_DRIVER_OF_CUDA_13 = 580
-# The limits of a control group: the divisor for the unit of the text, and the text.
+# The limits of a control group by their keys in io.max: the divisor for the unit of the text, and the text.
 _LIMITS = {
     "rbps": (1e6, "MB/s of reads"),
     "wbps": (1e6, "MB/s of writes"),
@@ -234,6 +234,7 @@ def _contexts(facts: Facts) -> Iterator[tuple[str, str, str]]:
     maximum, used = known(facts, "kernel", "aio_max_nr"), known(facts, "kernel", "aio_nr")
     if maximum is None or used is None or known(facts, "engines", "chosen") != "libaio":
         return
+    # A handle of queue depth 128 reserves 129 requests for each worker (csrc/engine/libaio.cpp).
     handles = (maximum - used) // 129
     if handles < 64:
         yield (

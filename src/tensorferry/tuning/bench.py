@@ -46,7 +46,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of one process, and the number of its GPU, which counts only if the job uses GPUs."""
+    """The folder of one process, and the number of its GPU, which is ignored unless the job uses GPUs."""
 
     folder: Path
     device: int
@@ -66,7 +66,7 @@ class Job:
     include_warmup_time: bool = False
     different_file_each_iteration: bool = False
     validate: bool = False
-    memory: str = "locked"  # "gpu": CUDA tensors are passed to handles and files directly
+    memory: str = "locked"  # the kind of memory; see moving.Memory
     gpu: bool = False  # transfer CUDA tensors; through host memory unless `memory` is "gpu"
     use_gds: bool = False
     compare: bool = False
@@ -226,7 +226,9 @@ def _measure(
             if method == _FIO:
                 return _measure_fio(job, operation, files, loop, settings)
             moved = call_all(workers, "move", method)
-        except WorkerError as error:  # fio may be missing, but any other failure ends the benchmark
+        except WorkerError as error:
+            # take_turns() would only leave this method out of the later rounds. That is right for fio, which may be
+            # missing and raises other errors. A failure of any other method ends the benchmark.
             raise BenchError(str(error)) from error
         settings.update(moved[0]["settings"])
         return _combine(job.io_nbytes, moved)
@@ -342,7 +344,7 @@ def _file_paths(job: Job) -> Iterator[list[Files]]:
 
 
 def _names(job: Job, operation: str, number: int) -> list[str]:
-    """Return the file names that ds_io uses."""
+    """Return the names of one process's files for an operation, which are those that ds_io uses."""
     numbered = job.engine in ("aio_handle", "files") or job.different_file_each_iteration
     count = job.warmup_loops + job.loops if job.different_file_each_iteration else 1
     endings = [f"_{loop}" for loop in range(count)] if numbered else [""]

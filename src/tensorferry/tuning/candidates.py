@@ -31,7 +31,10 @@ _SWITCHES = ("single_submit", "sequential_requests")
 
 
 def default_settings() -> Settings:
-    """Return the settings of a handle without explicit settings, with the name of the engine."""
+    """Return the settings of a handle without explicit settings, with the name of the engine.
+
+    ``overlap_events`` is True, because tensorferry always works as if it were.
+    """
     return Settings(overlap_events=True, engine=available_engines()[0])
 
 

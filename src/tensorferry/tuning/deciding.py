@@ -1,4 +1,4 @@
-"""The decision whether any settings are faster than the default, based on the measurements of a callable.
+"""The decision whether any settings are faster than the default, from measurements that a function of the caller makes.
 
 A sweep measures all candidates and the default in rounds of changing order, so a drive that becomes slower or faster
 affects all of them equally. The sweep has several stages, and only the better candidates of a stage remain for the next
@@ -27,8 +27,8 @@ _GAIN_WANTED = 1.3
 # gain is below this bound once in 200 times.
 _ERRORS = 2.6
 # _FIRST_ROUNDS is the number of rounds before the noise is estimated. _STAGES has, for each stage, the number of
-# candidates that remain after it, and its precision: rounds are added until _GAIN_WANTED is this number of standard
-# errors of a candidate's mean.
+# candidates that remain after it, and its precision: rounds are added until a gain of _GAIN_WANTED is as large as this
+# number of standard errors of a candidate's mean.
 _FIRST_ROUNDS = 3
 _STAGES = ((6, 1.5), (3, 2.5), (2, 4.0), (1, 5.0))
 _SWEEP_SHARE = 0.6  # the maximum share of the time budget that the sweep may use
@@ -74,7 +74,7 @@ class Decision:
 class _Sweep:
     """The measurements of a sweep: for each candidate, the logarithm of its seconds minus that of the default's.
 
-    Both are measured in the same round.
+    Both are measured in the same round. The difference of the logarithms stands for the ratio of the two times.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _Sweep:
                 self._logs.setdefault(each, []).append(value - reference)
 
     def affordable(self, wanted: int, each: int) -> int:
-        """Return how many of the ``wanted`` rounds, of ``each`` measurements, fit into the time of the sweep."""
+        """Return how many of ``wanted`` rounds fit into the sweep's time. A round has ``each`` measurements."""
         left = _SWEEP_SHARE * self._budget_seconds - self.spent_seconds
         return max(0, min(wanted, int(left / (each * self.seconds_each()))))
 
@@ -174,6 +174,8 @@ def decide(
     sweep_gain = sweep.gain(nominee)
     if nominee == default or sweep_gain < math.log(GAIN_MIN):
         return Decision(default, default, speedups=found)
+    # With this standard error of the mean of the pairs, the lower bound of the expected gain is zero. A pair is the
+    # difference of two measurements, so its variance is twice that of one measurement.
     error_wanted = _EXPECTED_SHARE_OF_GAIN * min(sweep_gain, math.log(_GAIN_WANTED)) / _ERRORS
     count = min(max(math.ceil(2 * (noise / error_wanted) ** 2), _PAIRS_MIN), _PAIRS_MAX)
     pairs: list[float] = []

@@ -2,7 +2,8 @@
 
 The file has no name, so the kernel removes it when the process ends, for any reason. It is written completely before
 the first measurement. Writes overwrite it in place. Before a read, it is dropped from the page cache. If O_DIRECT does
-not work, the time of a write includes a sync. The memory is on the host or on one GPU.
+not work, a write only copies into the page cache, so its measured time includes a sync. The memory is on the host or on
+one GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
     from tensorferry.transfer.settings import Settings
 
-_MAX_IDLE = 16  # the number of schedulers that are kept for later rounds
-# A file takes at most this fraction (1/4) of the free space, and of the available memory.
+# The number of schedulers that are kept for later rounds. A scheduler has the worker threads for one of the settings.
+_MAX_IDLE = 16
+# A file takes at most one part in _FREE_SHARE of the free space, and of the available memory.
 _FREE_SHARE = 4
 
 
@@ -68,9 +70,8 @@ class Drive:
             file = tempfile.TemporaryFile(dir=folder, prefix=".tensorferry-tune-")  # noqa: SIM115
             self._descriptor = self._resources.enter_context(file).fileno()
             os.posix_fallocate(self._descriptor, 0, nbytes)
-        except (
-            OSError
-        ) as error:  # the folder is more useful in the message than a temporary file name
+        except OSError as error:
+            # The folder is more useful in the message than the name of a temporary file.
             raise OSError(error.errno, error.strerror, str(folder)) from None
         try:
             self._file = _core.file_from_descriptor(self._descriptor, True, "auto")

@@ -85,8 +85,8 @@ class Memory:
     def fill(self, stamp: int) -> None:
         """Fill the memory with incompressible bytes that differ between pages and between stamps.
 
-        Each page begins with its number and the stamp, so a validation detects stale, lost and misplaced pages. With
-        stamp 0, fill the memory with zeros instead.
+        A stamp is a number that the caller changes to get new content. Each page begins with its number and the stamp,
+        so a validation detects stale, lost and misplaced pages. With stamp 0, fill the memory with zeros instead.
         """
         for begin, part in pattern(self.nbytes, stamp):
             self.host[begin : begin + len(part)] = part
@@ -239,7 +239,8 @@ class FilesMethod(Method):
         """Write or read with one blocking call."""
         file = self._file
         assert file is not None
-        before = file.stats()["gpu_nbytes"]  # files may share a scheduler, and its counters
+        # Other files may share the counters: only the difference is of this file.
+        before = file.stats()["gpu_nbytes"]
         with self.memory.buffer_for(self.write) as buffer:
             file.write(buffer) if self.write else file.read(buffer)
         stats = file.stats()

@@ -1,7 +1,9 @@
 """Prediction of the time of one optimizer step, for an AdamW with its state on drives.
 
 With ``training``, the parameters and gradients are on the drives, too. Two things are measured: concurrent reads and
-writes through a store, and AdamW's arithmetic. The predictions are computed from these.
+writes through a store, and AdamW's arithmetic. The predictions are computed from these. The memory budget is the memory
+that the optimizer may use for what is stored on the drives. A bucket is the piece of what is stored that one transfer
+moves. A slot is the memory of one bucket.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def report(path: Path) -> Facts:
     """Collect everything that affects how fast files at a path can be transferred, and derive advice.
 
     Importing torch and DeepSpeed and starting CUDA take most of the time, at most about two minutes. The call writes
-    one page to the path's file system, in an unnamed file.
+    one page to the path's file system, in a temporary file.
 
     Parameters
     ----------
@@ -100,9 +100,8 @@ def _profile(path: Path) -> Facts:
     found = None
     if file is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "error"
-            )  # a warning about the file becomes the reason of an unknown fact
+            # A warning about the file becomes an exception, and attempt() makes it the reason of an unknown fact.
+            warnings.simplefilter("error")
             stored = profiles.load(Path(file))
         found = {
             " ".join(each.use): each.settings._asdict()

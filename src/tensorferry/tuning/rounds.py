@@ -1,8 +1,8 @@
 """Comparisons of several ways to do the same work, which are called contenders: tensorferry, fio, plain Python, ...
 
 In each round, every contender is measured once, in an order that changes from round to round. So a disturbance of the
-machine, or the after-effects of a measurement on the next one, cannot affect always the same contender. Contenders are
-compared by the ratio of their values in the same round. Figures are medians, with the range of all samples. If a
+machine, or the after-effects of a measurement on the next one, does not always affect the same contender. Contenders
+are compared by the ratio of their values in the same round. Figures are medians, with the range of all samples. If a
 contender fails, its error message is kept, and it is left out of the later rounds.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GB = 1e9
 _RATES = ("GB/s", "kIOPS")  # higher is better for these units, lower for all others
 
-# The kind of a contender: tensorferry, fio, another program or library, or an upper bound for all of them.
+# The kind of a contender: tensorferry ("ours"), fio, another program or library ("peer"), or an upper bound ("limit").
 Kind = Literal["ours", "fio", "peer", "limit"]
 
 
@@ -151,7 +151,7 @@ class Comparison:
         return min(rows, key=lambda row: row.cpu_seconds_per_gb or 0.0, default=None)
 
     def over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
-        """Return the ratio of two contenders' values, round by round, or None if either is missing."""
+        """Return ``ours`` divided by ``theirs`` (their values), round by round, or None if one is missing."""
         return self._ratio(ours, theirs, lambda sample: sample.value)
 
     def cpu_over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
@@ -159,7 +159,7 @@ class Comparison:
         return self._ratio(ours, theirs, lambda sample: sample.cpu_seconds_per_gb)
 
     def above(self, ours: str, theirs: str | Row | None) -> Estimate | None:
-        """Return the difference of two contenders' values, round by round, or None if either is missing."""
+        """Return the values of ``ours`` minus those of ``theirs``, round by round, or None if one is missing."""
         pairs = self._pairs(ours, theirs, lambda sample: sample.value)
         return Estimate.of(a - b for a, b in pairs) if pairs else None
 

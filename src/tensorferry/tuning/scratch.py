@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_STAT_BLOCK_NBYTES = (
-    512  # the unit of st_blocks, independent of the file system's block size: stat(2)
-)
+# The unit of st_blocks, which does not depend on the file system's block size: stat(2).
+_STAT_BLOCK_NBYTES = 512
 _FREEING_SECONDS_MAX = 2.0
 _FREEING_SLICE_SECONDS = 0.01
 _READ_NBYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""Writing the file of profiles. It is replaced atomically, through symbolic links, and keeps its permissions.
+"""Writing the file of profiles. It is replaced atomically and keeps its permissions; symbolic links are followed.
 
 A profile has the settings for one file system and one use. A use is a direction ("write" or "read") with a kind of
 memory.
@@ -45,7 +45,8 @@ def check_writable(path: Path) -> None:
 def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None]) -> list[Use]:
     """Store the profiles for some uses of a file system. For a use with None in ``found``, drop the stored profile.
 
-    A file with invalid content is renamed, and a new one is written.
+    A file with invalid content is renamed, and a new one is written; if that fails, the invalid file gets its name
+    back.
 
     Returns
     -------

@@ -1,6 +1,7 @@
 """Tuning: measures the drives behind folders, and stores profiles with settings that are proven to be faster.
 
-There is a separate decision for each drive, each direction and each kind of memory. Without proof nothing is stored.
+There is a separate decision for each drive, each direction (read or write) and each kind of memory (host or GPU).
+Without proof nothing is stored. Candidates are the settings that are compared with the default settings.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class Job:
     directions: tuple[str, ...] = ("write", "read")
     candidates: tuple[Settings, ...] = ()  # empty: the default candidates, about a dozen
     nbytes: int | None = None  # the size of each file; None: chosen by the drive's speed
-    seconds: float = (
-        SECONDS  # the time of measurements for each folder, with up to a dozen candidates
-    )
+    # The time of measurements for each folder, with up to a dozen candidates.
+    seconds: float = SECONDS
     gpus: tuple[int | None, ...] = (None,)  # assigned to the folders in turn; None: host memory
     gds: bool = False  # transfer GPU memory as gds_handle does
     cufile: bool = False  # gds_handle uses cuFile, which bypasses host memory
@@ -264,9 +264,8 @@ def _tune_folder(
     job, default = result.job, result.default
     nbytes = job.nbytes or _suitable_nbytes(folder, gpu, job, default)
     with Drive(folder, nbytes, gpu, gds=job.gds) as drive:
-        drive.measure(
-            default, "write"
-        )  # allocates all blocks: reads of unwritten blocks would be too fast
+        # This write makes the file system allocate all blocks: reads of unwritten blocks would be too fast.
+        drive.measure(default, "write")
         drive.samples.clear()
         result.warnings += _warnings(folder, system, drive)
         tried = _usable(job.candidates or candidates(default), drive, result.warnings)
@@ -336,10 +335,8 @@ def _store(result: Result, store: Path) -> None:
         system = found[0].file_system
         try:
             dropped = storing.store(store, system, profiles_found)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # not raised, because the results must still be printed
+        except (OSError, ValueError) as error:
+            # Not raised, because the results must still be printed.
             result.not_stored = f"{store}: {getattr(error, 'strerror', None) or error}"
             return
         stored = [use for use, profile in profiles_found.items() if profile is not None]

@@ -1,8 +1,9 @@
 """Worker processes for measurements. The crash of a worker is reported as an error, and workers end with their parent.
 
 A worker creates an object of a class, given as "module:Class". It then calls the object's methods, one at a time, as
-its parent requests. The worker ends when its standard input is closed. If the parent was killed, the worker calls the
-object's ``on_orphaned`` to clean up.
+its parent requests. The worker ends when its parent tells it to, or when its standard input is closed. If only that
+happens, because the parent was killed, the worker first calls the object's ``on_orphaned`` to clean up.
+
 Workers ignore Ctrl-C, SIGTERM and SIGHUP, which a terminal sends to the whole process group: their parent ends them.
 """
 
@@ -152,9 +153,8 @@ class Worker:
             process.kill()
         elif process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(
-                    pickle.dumps(None)
-                )  # a regular end, for which on_orphaned() is not called
+                # None is a regular end, for which on_orphaned() is not called.
+                process.stdin.write(pickle.dumps(None))
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
@@ -186,8 +186,8 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
     Raises
     ------
     WorkerError, UnavailableError
-        As for :meth:`Worker.call`. This is raised at once, and processes whose calls have not ended are killed. A later
-        call starts them again.
+        As for :meth:`Worker.call`. The first error is raised at once, and the processes whose calls have not ended are
+        killed. A later call starts them again.
     """
     answers: dict[int, Any] = {}
     numbers: dict[int, int] = {}
@@ -202,7 +202,8 @@ def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]
                 answers[number] = workers[number].end()
     except BaseException as error:
         failed = isinstance(error, (UnavailableError, WorkerError))
-        # The answers that are still missing must not be taken for those of the next call.
+        # Kill the workers whose answers are still missing. Otherwise the next call would take these answers for its
+        # own.
         for other in set(range(len(workers))) - answers.keys() - ({number} if failed else set()):
             workers[other]._stop(kill=True)
         if failed:
@@ -224,7 +225,7 @@ def closing(workers: list[Worker]) -> Iterator[list[Worker]]:
 
 
 def serve() -> None:
-    """Answer calls until the parent closes the pipe. This is the main function of a worker process."""
+    """Answer calls until the parent ends the worker or closes the pipe. This is the main function of a worker."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

@@ -99,9 +99,8 @@ def answer(library: str) -> None:
     # The child must also end if the parent is killed: the parent then cannot end the child.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(
-            2, 1
-        )  # libraries may print when they are imported, which must not be mixed with the JSON
+        # Libraries may print when they are imported, which must not be mixed with the JSON: stdout becomes stderr.
+        os.dup2(2, 1)
         if library == "cuda":
             json.dump(cuda_facts(), out)
         elif importlib.util.find_spec(library) is None:
@@ -118,9 +117,8 @@ def cuda_facts() -> Facts:
     refusal = _core.cuda_refusal()
     facts: Facts = {"driver": {"usable": refusal is None, "reason": refusal}}
     folders = cufile_folders()
-    os.chdir(
-        "/proc/self"
-    )  # cuFile writes a log to the working folder, and here it cannot, not even as root
+    # cuFile writes a log to the working folder. In this folder no process can create a file, not even as root.
+    os.chdir("/proc/self")
     refusal, native, detail = _core.open_cufile(folders)
     facts["cufile"] = {
         "usable": refusal is None,
@@ -146,7 +144,7 @@ def torch_facts() -> Facts:
 def deepspeed_facts() -> Facts:
     """Import DeepSpeed and return, for each of its I/O ops, the library that serves it and whether it is usable.
 
-    The ``reason`` of an op is why it is not usable, or None.
+    An op is a compiled extension of DeepSpeed. Its ``reason`` is why it is not usable, or None.
     """
     installed = importlib.import_module("deepspeed.git_version_info")
     builders = importlib.import_module("deepspeed.ops.op_builder")
