@@ -211,7 +211,7 @@ def test_a_checkpoint_of_the_step_that_is_not_the_trainings_is_left_alone(
     checkpoints.close()
     again = mirrored(directory / "another", bucket)
     again.save(2, state_of(2))
-    with pytest.raises(MirrorError, match="another checkpoint of this step; restore"):
+    with pytest.raises(MirrorError, match=r"another checkpoint of this step .*restore"):
         again.close()
     assert data_in(bucket) == [key for key in bucket.keys(folder_of(2)) if ".distcp" in key]
 

@@ -58,13 +58,16 @@ class NotACheckpointError(CheckpointError):
 class MirrorError(RuntimeError):
     """A checkpoint could not be mirrored to a bucket, or the bucket's contents cannot be determined.
 
-    The message has the bucket, and the key and status of a request that the store refused. The local checkpoint is
-    complete.
+    The message names the bucket. If the store refused a request, it also has the request's key and HTTP status. The
+    local checkpoint is complete.
     """
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the OSError behind an error of torch.save, which raises another one when it closes the archive."""
+    """Return the OSError that made torch.save fail, or ``error`` itself if there was none.
+
+    After a failed write torch.save still closes the archive. That raises a second error, which hides the first one.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

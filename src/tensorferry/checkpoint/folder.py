@@ -1,11 +1,17 @@
 """A folder of checkpoints, one for each step: listing, cleaning up after dead saves, and removal.
 
-``step_00001000`` is a checkpoint of torch.distributed.checkpoint, which is complete once it has its ``.metadata``.
-Until then a file ``.tensorferry-unfinished`` marks the folder, so that a later save can identify it if this save dies.
-A checkpoint is renamed to ``.tensorferry-removed.*`` before it is removed, so a half-removed one is never mistaken for
-a checkpoint. When a training has returned to an older step, the checkpoints of later steps are renamed to
-``.tensorferry-abandoned.*``. Other files are left alone, and so are checkpoints that are being loaded or that symbolic
-links, in the folder or in its checkpoints, refer to.
+``step_00001000`` is a checkpoint of torch.distributed.checkpoint, which is complete once it has its ``.metadata``. From
+its beginning to its end a save keeps a file ``.tensorferry-unfinished`` in that folder. If the save dies or fails, the
+file stays, and a later save recognizes by it what may be removed.
+
+To set a checkpoint aside is to rename it, so that it no longer counts as a checkpoint:
+
+- to ``.tensorferry-removed.*`` before its files are removed: a half-removed folder is never mistaken for a checkpoint;
+- to ``.tensorferry-abandoned.*`` if the training has returned to an older step, so that restore() does not prefer it.
+
+Other files are left alone. A checkpoint also stays while it is being loaded, and while a symbolic link in the folder or
+in another checkpoint refers to it. A save is alive while it holds its locks
+(:class:`tensorferry.checkpoint.storage.savers.Saver`).
 """
 
 from __future__ import annotations
@@ -57,7 +63,9 @@ class Folder:
         )
 
     def begin(self, step: int, *, replace: bool) -> Saver:
-        """Clean up after dead saves, and create the folder of a step; the returned locks mark the save as alive.
+        """Clean up after dead saves, and create the folder of a step.
+
+        The returned locks show other processes that this save is alive; the caller releases them at its end.
 
         Raises
         ------
@@ -93,7 +101,7 @@ class Folder:
         (self.path(step) / _UNFINISHED).unlink(missing_ok=True)
 
     def abandon(self, steps: Iterable[int]) -> list[int]:
-        """Set checkpoints aside to exclude them from restore(); return the steps that stay because they are in use."""
+        """Set checkpoints aside, so that restore() ignores them; return the steps that stay because they are in use."""
         links = self._links()
         return [
             step
@@ -105,7 +113,7 @@ class Folder:
     def superfluous(
         self, step: int, keep_last: int, keep_every: int | None, damaged: Container[int]
     ) -> list[Path]:
-        """Return the checkpoints that a new checkpoint makes superfluous, including abandoned ones."""
+        """Return the checkpoints that may be removed once ``step`` has one, including abandoned ones."""
         gone = superfluous(self.steps(), step, keep_last, keep_every, damaged)
         removable = [self.path(each) for each in gone]
         for path in self.root.iterdir():
@@ -187,7 +195,7 @@ def _clear_leftovers(path: Path) -> None:
 
 
 def _set_aside(path: Path, prefix: str = _REMOVED) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(FileNotFoundError):  # another process has already renamed it
         path.rename(path.with_name(f"{prefix}{path.name}.{secrets.token_hex(8)}"))
 
 
@@ -199,7 +207,7 @@ def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
             if is_unread and (alone or not saver.reaches_all):
                 _set_aside(path, prefix)
                 return True
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process has already renamed it
         return True
     finally:
         saver.leave()

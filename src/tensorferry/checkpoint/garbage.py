@@ -1,7 +1,7 @@
 """Suspension of Python's garbage collector while many objects are created that are all kept.
 
-The collector would traverse all of them each time their number has grown by a quarter, which takes longer than to
-create them.
+The collector would traverse all objects again each time their number has grown by a quarter. In total this takes longer
+than the creation of the objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Disable garbage collection in a block; only for code that computes and ends soon."""
+    """Disable garbage collection while a block runs.
+
+    This affects all threads of the process, so the block must be short and must not wait for anything.
+    """
     if not gc.isenabled():
         yield
         return

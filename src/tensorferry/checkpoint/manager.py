@@ -1,8 +1,12 @@
 """Checkpoints of one training, in a folder for each step: saved in the background, pruned, and restored.
 
-A save copies the state, and a thread writes the copy. Ranks act together (:mod:`tensorferry.base.ranks`), in a separate
-process group: the thread of a save uses it without interference, because each call waits for that save first. Only the
-first rank changes the folder (:mod:`tensorferry.checkpoint.folder`).
+A save copies the state, and a thread writes the copy. Ranks act together (:mod:`tensorferry.base.ranks`) through a
+process group that only this module uses. The thread that saves and the caller's thread never use this group at the same
+time, because each call first waits for the running save. Only the first rank changes the folder
+(:mod:`tensorferry.checkpoint.folder`).
+
+The mirror is an optional copy of the checkpoints in a bucket (:mod:`tensorferry.checkpoint.mirror`). Texts in this file
+say "on the drive" of checkpoints in the folder, and "in the mirror" of those in the bucket.
 """
 
 from __future__ import annotations
@@ -41,10 +45,12 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.mirror.mirror import Mirror
     from tensorferry.checkpoint.storage.savers import Saver
 
-# Ranks wait for the first rank in intervals of this length, because collectives have timeouts.
+# While the first rank waits for the mirror, the other ranks wait in a collective, which has a timeout. So the first
+# rank waits for at most this time before the ranks begin another collective.
 _WAIT_SECONDS = 60.0
 
-# The errno values of damaged or missing files. Other errors would affect an older checkpoint in the same way.
+# The errno values of damaged or missing files, after which restore() tries an older checkpoint. It raises any other
+# error (no permission, for example), which an older checkpoint would meet as well.
 _DAMAGE = frozenset(
     [
         *(errno.EBADMSG, errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.ESTALE, errno.EUCLEAN),
@@ -138,7 +144,10 @@ class Checkpoints:
         self._reset()
 
     def _reset(self) -> None:
-        """Set the state without a running save: initially, and in a forked child, which has none of the threads."""
+        """Set the attributes of an object without a running save.
+
+        Used by the constructor, and in a forked child, where the parent's threads do not exist.
+        """
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -262,7 +271,8 @@ class Checkpoints:
                 ranks = self._ranks()
 
                 def is_mirrored() -> bool:
-                    # Other ranks only raise the error of their own last upload, if it has failed.
+                    # Only the first rank waits: it reports the save as mirrored when all ranks have uploaded. The
+                    # other ranks raise the error of their own last upload, if it has failed.
                     return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
 
                 while not ranks.call(is_mirrored)[0]:
@@ -368,12 +378,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _exclusive_call(self) -> Iterator[None]:
-        """Allow one call at a time."""
+        """Let one call at a time run; raise in a call inside another one of the same thread, which would never end."""
         if os.getpid() != self._process:
             self._reset()
         if self._owner == threading.get_ident():
             raise RuntimeError(
-                "called within another call in the same thread (from a signal handler?)"
+                "called during another call in the same thread, and would wait for it forever (likely cause: a signal "
+                "handler)"
             )
         with self._lock:
             self._owner = threading.get_ident()
@@ -504,9 +515,10 @@ class Checkpoints:
         state: dict[str, Any],
         plain: dict[str, Any],
     ) -> None:
-        """Load by torch's load(), inside a collective call, and warn of parts of objects that no rank has requested.
+        """Load by torch's load(), and warn of stored parts of objects that no rank has requested.
 
-        torch's load() alone would leave the other ranks waiting if an object of the state raises an error on one rank.
+        ranks.call() runs the load, so that all ranks raise the error of any one. torch's load() alone would leave the
+        other ranks waiting if an object of the state raises an error on one rank.
         """
         reader = FileSystemReader(
             self.path(step) if is_local else self._require_mirror().place(step),
@@ -515,7 +527,7 @@ class Checkpoints:
         )
 
         def read() -> set[tuple[str, ...]]:
-            # load() replaces what it has loaded, so the requested entries are determined before.
+            # load() replaces the values in `plain`, so determine before it which entries they request.
             requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
             with first_rank_error(_is_damage):
                 load(
@@ -554,7 +566,7 @@ def _parts_of_objects(
 
 
 class _RunningSave(threading.Thread):
-    """A running save. The interpreter waits for this thread at exit, even if no call does.
+    """A save, as a thread. It is not a daemon: the interpreter waits for it at exit, even if no call has.
 
     ``save(wait=True)`` calls :meth:`run` in the caller's thread, and never starts this one.
     """

@@ -107,7 +107,7 @@ class Meter:
         return Throughput(self._nbytes, seconds)
 
     def _report(self, listener: Listener) -> None:
-        # The size of objects may not have been known before.
+        # The total lacks objects whose size was not known in advance, so more bytes than that may have been counted.
         total_nbytes = max(self._nbytes, self._total_nbytes)
         listener(Progress(self._nbytes, total_nbytes, self._files, self._total_files))
         self._reported_at = time.monotonic()

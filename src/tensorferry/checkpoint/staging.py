@@ -3,13 +3,14 @@
 All tensors of a state, in any containers and objects, are copied into one *image*: a block of memory on huge pages. The
 first save allocates it and later saves reuse it, so only the copy itself blocks training; threads copy in parallel,
 without the GIL. Everything else is copied by copy.deepcopy(), which gets the copied tensors through its memo. As with
-torch's stager, tensors that share memory also share it in the copy, have the same strides, and keep attributes.
+torch's stager, copies of tensors that share memory share memory, too, and copies keep strides and attributes.
 
 An image is in use until the copy that stage() returned has been freed. If stage() is called again before that, it
 allocates a second image. It never allocates a third, but waits. While it waits it collects garbage, because torch
-leaves staged states in reference cycles (up to 2.9 after each save, later after failed ones). The traceback of a failed
-save's exception refers to its state. As a caller may keep the exception, the image of a failed save is dropped from the
-count and freed with the exception.
+leaves staged states in reference cycles (torch up to 2.9 after each save, later versions after failed saves).
+
+The traceback of a failed save's exception refers to the staged state, and a caller may keep the exception for long. So
+once the thread of a save has ended, its image no longer counts as one of the two. It is freed with the exception.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _MAX_IMAGES = 2
-_MAX_LOOKED_AT = 64  # the number of tensors among which record_saver() looks for a staged one
+# record_saver() looks for a staged tensor among this many tensors of a state: one is enough, and a state that no stager
+# has made is not searched completely.
+_MAX_LOOKED_AT = 64
 # The maximum time to wait for an earlier save; torch's process groups have the same timeout.
 _MAX_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.005
-# While waiting, garbage is collected at growing intervals.
+# While _take_image() waits, it collects garbage: first at this interval, then at growing ones up to the maximum.
 _FIRST_SEARCH_SECONDS = 0.1
 _MAX_SEARCH_SECONDS = 10.0
 _MAX_THREADS = 16
@@ -114,7 +117,7 @@ class Stager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: torch has nothing to wait for."""
+        """False: torch need not call :meth:`synchronize_staging` after :meth:`stage`."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
@@ -220,7 +223,8 @@ class Stager:
             del free
             image = (_SharedImage if self.shared else _PrivateImage)(nbytes)
             self._images.append(image)
-            _all_images.add(image)  # only now, because other threads use all images in this set
+            # Only a complete image may be in this set, because other threads call methods of all images in it.
+            _all_images.add(image)
         return image
 
 
@@ -242,12 +246,14 @@ class _Plan:
         self.nbytes = 0
         self.has_accelerator_tensors = False
         self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, sorted by offset
-        # By the id of a region: its storage in the image, which all tensors of the region share, and its offset there.
+        # By the id of a region: a storage with the region's memory in the image, which the copies of all its tensors
+        # share, and the region's offset in that storage.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         finder = _Finder()
         finder.dump(state)
         self._tensors = finder.tensors
-        # A function for each tensor that makes the copy, without the elements if these are in a region.
+        # For each tensor, a function that makes its copy. The copy of a tensor in a region only refers to the region's
+        # memory in the image; _copy_all() copies the elements there.
         self._recipes = [self._recipe(tensor) for tensor in self._tensors]
         for regions in self._regions.values():
             if len(regions) > 1:
@@ -282,8 +288,8 @@ class _Plan:
             return recipe
         if tensor.is_meta:
             return lambda _: torch.empty_like(tensor)
-        # Sparse, quantized and similar tensors; also conjugate and negative views, whose flag other processes would
-        # lose.
+        # These are copied outside of the image: sparse, quantized and similar tensors, and conjugate and negative
+        # views, which would lose their flag on the way to another process.
         if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
             return lambda _: _as_kind_of(tensor.detach().to("cpu", copy=True), tensor)
         if tensor.numel() == 0:
@@ -322,7 +328,10 @@ class _Plan:
         return None
 
     def _add_to_region(self, tensor: torch.Tensor) -> tuple[list[_Region], int]:
-        """Return the regions of the tensor's storage, to be merged later, and the tensor's begin in the storage."""
+        """Add a region for a tensor; return all regions of its storage, and the tensor's offset in the storage.
+
+        The returned list changes later, when the constructor merges regions that overlap.
+        """
         storage, itemsize = tensor.untyped_storage(), tensor.element_size()
         begin = int(tensor.storage_offset()) * itemsize
         if tensor.is_contiguous():
@@ -373,7 +382,8 @@ def _merge_overlapping(regions: list[_Region]) -> list[_Region]:
         if last is None or region.begin >= last.end:
             united.append(region)
         elif (region.begin, region.end) != (last.begin, last.end):
-            # Keep the elements of all merged tensors aligned.
+            # A tensor begins at a multiple of its item size in the storage. If the merged region begins at a multiple
+            # of the largest item size, this is true in the image as well, so all elements are aligned there.
             last.begin -= last.begin % _MAX_ITEM_NBYTES
             last.end = max(last.end, region.end)
     return united
@@ -483,14 +493,16 @@ def _bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.T
 class _Block(abc.ABC):
     """A block of memory for the tensors of a staged state.
 
-    Set ``reserved`` once :meth:`in_use` returns False; clear it when the tensors exist.
+    Set ``reserved`` once :meth:`in_use` returns False; clear it when the tensors exist. In between it keeps another
+    call of stage() from taking the block, which no tensor refers to yet.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.reserved = False
         self.pages_locked = False
-        self.saver: threading.Thread | None = None  # the thread that saves the current tensors
+        # The thread that saves the current tensors, once it has begun.
+        self.saver: threading.Thread | None = None
 
     @abc.abstractmethod
     def address(self) -> int:

@@ -37,9 +37,9 @@ def install(*, checkpoints: bool | None = None) -> None:
     """Make DeepSpeed load tensorferry's ops instead of compiling its own, and save checkpoints with tensorferry.
 
     ``AsyncIOBuilder``, ``GDSBuilder``, ``PinMemoryBuilder`` and ``UtilsBuilder`` are changed in place, so modules that
-    have imported them already use tensorferry, too. Call this function before DeepSpeed's own engine is loaded,
-    preferably directly after ``import deepspeed``. It sets TENSORFERRY_DEEPSPEED=1, which installs tensorferry into
-    DeepSpeed also in processes that are started later. A second call does nothing.
+    have imported them already use tensorferry, too. Call this function before DeepSpeed loads its own ops (async_io,
+    gds, pin_memory), preferably directly after ``import deepspeed``. It sets TENSORFERRY_DEEPSPEED=1, which installs
+    tensorferry into DeepSpeed also in processes that are started later. A second call does nothing.
 
     Parameters
     ----------
@@ -59,13 +59,13 @@ def install(*, checkpoints: bool | None = None) -> None:
     Warns
     -----
     RuntimeWarning
-        DeepSpeed's own engine is in use already, and existing handles keep using it. Or DeepSpeed is too old, and saves
-        its checkpoints itself.
+        DeepSpeed has already loaded its own ops, and existing handles keep using them. Or DeepSpeed is too old, and
+        saves its checkpoints itself.
     """
     global _restore_stack
     # DeepSpeed is large, so it is imported only here. The import must be outside of the lock: with
     # TENSORFERRY_DEEPSPEED=1 the import hook of _tensorferry_startup calls install() at the end of the import, possibly
-    # in another thread.
+    # in another thread, and that call would wait forever for the lock.
     from tensorferry.deepnvme import builders
 
     if checkpoints is None:
@@ -88,7 +88,10 @@ def install(*, checkpoints: bool | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: builders load DeepSpeed's own ops again. Existing handles continue to work."""
+    """Undo :func:`install`: DeepSpeed loads its own ops, and saves checkpoints itself, again.
+
+    Existing handles continue to work.
+    """
     global _restore_stack
     startup = sys.modules.get("_tensorferry_startup")
     with _lock:

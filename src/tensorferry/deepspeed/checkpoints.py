@@ -1,19 +1,25 @@
 """DeepSpeed's checkpoints, written and read by tensorferry: files in torch's own format with DeepSpeed's names.
 
+DeepSpeed has two kinds of engine. In this file "DeepSpeed's engine" is the DeepSpeedEngine, which trains; its
+checkpoint engine saves and loads single files, and is our :class:`TensorferryCheckpointEngine`. A tag is the name of a
+checkpoint's folder, and `latest` is a file with the tag of the newest one.
+
 ``engine.save_checkpoint`` runs inside a :class:`_Save`. The ranks agree on the outcome of each of its steps through a
-separate process group (:class:`tensorferry.base.ranks.Ranks`), so every step ends alike on all ranks:
+separate process group (:class:`tensorferry.base.ranks.Ranks`), so a step succeeds on all ranks or fails on all:
 
 1. Every rank writes its files and makes them durable. A file with a new name gets its name immediately. A file that
-   replaces an existing one is not yet renamed, and neither are copies of tensors on NVMe.
-2. The remaining files are renamed, and the directories are made durable.
+   replaces an existing one is not yet renamed. Neither is the folder with the copies of this rank's tensors on NVMe
+   (those of an optimizer that DeepSpeed has offloaded).
+2. What is left is renamed, and the directories are made durable.
 3. The first rank (with node-local storage, the first rank of each node) writes the list of the checkpoint's files
    (`LIST_NAME`) into the folder, and after that the tag into `latest`. Both files are replaced atomically.
 
 If a rank cannot write its files, the first step fails on all ranks with its error. In a folder that is new, or that has
 files but no list, a list that marks the checkpoint as unfinished is written before the first file changes.
 
-A decoupled save copies the states (:class:`tensorferry.checkpoint.Stager`), and a thread executes the steps. An error
-in it is logged immediately, and raised by the next save or by ``engine.destroy()``.
+A decoupled save (DeepSpeed's setting ``checkpoint.writer.decoupled``) copies the states
+(:class:`tensorferry.checkpoint.Stager`), and a thread executes the steps. An error in that thread is logged
+immediately, and raised by the next save or by ``engine.destroy()``.
 
 Loading verifies the checksums in the files, and that the files match the list: after a crash during step 2 a folder has
 files of two saves with the same tag. Checkpoints without a list, such as DeepSpeed's own, can be loaded, too.
@@ -203,7 +209,7 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def saving(self, engine: Any, *, save_latest: bool) -> Iterator[None]:
-        """Save the files that the block saves as one checkpoint."""
+        """Make one checkpoint of the files that DeepSpeed's engine saves in the block."""
         self.cleanup()  # raises the same error on all ranks, if an earlier save failed
         self._count += 1
         ranks = Ranks(self.own_group())
@@ -270,7 +276,7 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
 
 class _Save:
-    """The part of this rank in a checkpoint that is being saved."""
+    """One save of a checkpoint, on this rank. Its steps are those in the module's description."""
 
     def __init__(
         self, engine: Any, ranks: Ranks, number: int, save_latest: bool, as_archive: bool
@@ -303,7 +309,10 @@ class _Save:
         self.attempt(self._begin_folder)
 
     def attempt(self, function: Callable[[], object]) -> None:
-        """Call a function and record its error, which all ranks raise in the next collective step."""
+        """Call a function and record its error, which all ranks raise in the next collective step.
+
+        After an error, do nothing: the save has failed, and only the first error is raised.
+        """
         if self._failure is None:
             try:
                 function()
@@ -400,7 +409,8 @@ class _Save:
         _write_text(self.folder / LIST_NAME, text)
 
     def _mark_replaced(self) -> None:
-        # Without a list, files of two saves with the same tag could not be distinguished after a crash.
+        # Without a list, a load after a crash could not tell files of this save from those of an earlier save with the
+        # same tag. The list that is written here marks the checkpoint as unfinished, so it is refused.
         if self._is_first and not (self.folder / LIST_NAME).exists():
             self._mark_unfinished()
 
@@ -468,7 +478,10 @@ def _wrap_create(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_engine(engine: Any) -> TensorferryCheckpointEngine | None:
-    """Return an engine's checkpoint engine if it is ours; replace the one of an engine that is older than install()."""
+    """Return the checkpoint engine of DeepSpeed's engine if it is ours, otherwise None.
+
+    An engine that was created before install() still has DeepSpeed's default checkpoint engine: ours takes its place.
+    """
     if type(engine.checkpoint_engine) is TorchCheckpointEngine:
         engine.checkpoint_engine = TensorferryCheckpointEngine(engine._config)
     ours = engine.checkpoint_engine
@@ -535,16 +548,17 @@ def _wrap_load(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_read(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of DeepSpeed's engine that reads files, and raises an error of one rank on all ranks.
+    """Wrap ``read``, a method of DeepSpeed's engine that reads files: an error of one rank is raised on all ranks.
 
-    After the method, DeepSpeed's ranks communicate, and would wait for a rank that raised alone.
+    DeepSpeed's ranks communicate after the method has returned. If one rank alone raised, the others would wait for it.
     """
 
     @functools.wraps(read)
     def read_alike(self: Any, *arguments: Any, **options: Any) -> Any:
         found: list[Any] = []
         ours = _own_engine(self)
-        # With this setting DeepSpeed's ranks read one after the other, so they cannot agree here.
+        # With this setting DeepSpeed's ranks read one after the other: a rank that waited here for all ranks to agree
+        # would wait forever, because the next rank begins only when this one has ended.
         takes_turns = self._config.zero_config.pipeline_loading_checkpoint
         ranks = Ranks(None if ours is None or takes_turns else ours.own_group())
         ranks.call(lambda: found.append(read(self, *arguments, **options)))
@@ -567,7 +581,10 @@ def _latest_tag(directory: Path) -> str | None:
 
 
 def _check_complete(engine: Any, folder: Path, with_optimizer: bool) -> None:
-    """Check that the files to load exist, and verify the copies of tensors on NVMe, which DeepSpeed does not verify."""
+    """Check that the files to load exist, and verify this rank's copies of tensors on NVMe.
+
+    DeepSpeed copies these tensors back without a check. Only the first rank looks for missing files.
+    """
     is_first, own_folder = _rank_of(engine) == 0, f"{_rank_folder(engine)}/"
     for name, entry in _files_in_list(folder).items():
         if not with_optimizer and not name.endswith("model_states.pt"):
@@ -624,7 +641,8 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
         group.update({name: value for name, value in values.items() if name != "params"})
     optimizer._clear_fp32_optimizer_param_groups()
     swapped = _SwapFiles(optimizer, folder / _rank_folder(engine))
-    for param in optimizer.fp32_partitioned_groups_flat:  # before DeepSpeed prefetches a state
+    # Clear all states now: _prepare_sub_group() below may already prefetch the state of the next group.
+    for param in optimizer.fp32_partitioned_groups_flat:
         own.state[param].clear()
     optimizer.optimizer_swapper.purge_state()
     params = zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
@@ -650,17 +668,23 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
 
 
 def _id_of(name: str) -> str:
-    """Return the id in a swap file's name: a parameter's id. In a gradient's name, it is an id of no parameter."""
+    """Return the id in the name of a swap file (the file of one tensor on NVMe).
+
+    It is the id of a parameter, except in the names of gradients, whose ids are those of no parameter.
+    """
     return name.removesuffix(_SWAPPED_SUFFIX).rpartition("-")[2]
 
 
 class _SwapFiles:
-    """The saved files of a rank's tensors on NVMe. Their names have ids that DeepSpeed assigns again in each process.
+    """The saved files of a rank's tensors on NVMe, found although their names differ in each process.
+
+    A group is a part of the parameters (DeepSpeed's sub-group) that is one flat tensor. A file's name contains the id
+    of its group's flat tensor, and DeepSpeed assigns these ids anew in each process.
 
     Attributes
     ----------
     ids : dict of int to str
-        The id in the saved files' names for each group of this engine, by the group's position.
+        For each group of this engine that is on NVMe, by the group's position: the id in the names of its saved files.
 
     Raises
     ------
@@ -687,7 +711,8 @@ class _SwapFiles:
                 str(folder),
             )
         self.ids = dict(zip(numbers, there, strict=True))
-        for name in names:  # DeepSpeed has copied those with ids of another process, too
+        # Remove the files with ids of another process, which DeepSpeed has copied to NVMe, too, but will never use.
+        for name in names:
             if _id_of(name) not in own:
                 (swaps / name).unlink(missing_ok=True)
 

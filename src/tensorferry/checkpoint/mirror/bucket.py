@@ -13,9 +13,11 @@ its metadata:
 ``metadata``              the ``.metadata`` of a checkpoint that was set aside
 ========================  ==============================================================================
 
-A record is written before the objects that it lists. A rank's record is deleted when the save is committed, or its
-objects have been deleted. So the leftovers of a dead process are found through records, and no other object is ever
-removed (:meth:`Bucket.tidy`).
+A record is written before the objects that it lists. A rank's record is deleted when the save has been committed (its
+``.metadata`` is in the bucket), or when the objects that the record lists have been deleted. So a rank's record that is
+not rewritten any more shows the leftovers of a dead process. Objects that are in no record are never removed
+(:meth:`Bucket.tidy`). A checkpoint is set aside by the removal of its ``.metadata`` alone, so that readers do not find
+it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _RECORD = re.compile(
 
 FAILURES = (obstore.exceptions.BaseError, OSError, ValueError)
 """The exceptions that obstore raises."""
-_SHOWN = 1000
+_SHOWN = 1000  # the number of characters of an error's message that are reported
 
 Records = dict[int, dict[str, dict[str, Any]]]
 """By step and save: the names of the save's records, with the ETag and time of each record."""

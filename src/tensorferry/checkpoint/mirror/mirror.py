@@ -1,4 +1,9 @@
-"""The training's side of a mirror: starts the process that uploads, receives its messages, and lists the bucket."""
+"""The training's side of a mirror: starts the process that uploads, receives its messages, and lists the bucket.
+
+Each rank has a mirror with its own process. A job is one checkpoint to mirror: a line of JSON that :meth:`Mirror.send`
+writes to the process, which answers with the job's outcome ("mirrored", "failed", "skipped", ...). "The process" in
+this file is always that one.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,9 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-# A request that uploads a part may take this long; obstore's 30 seconds are too short for slow networks. They are set
-# by environment variables, because a store that is created with options ignores all other settings of the environment.
+# A request that uploads a part may take this long; obstore's 30 seconds are too short for slow networks. The process
+# gets these timeouts as environment variables: if they were options of the store, the store would ignore all of its
+# other settings in the environment.
 _TIMEOUTS = {f"{each}_TIMEOUT": "120s" for each in ("AWS", "AZURE", "GOOGLE")}
 # The time without a message from the process until it counts as stuck.
 _STUCK_SECONDS = 900.0
@@ -34,8 +40,9 @@ _END_SECONDS = 15.0
 _PIPE_NBYTES = 1 << 16
 # The beginning of each line that the process sends.
 MESSAGE = b"tensorferry: "
-# How long a rank waits for another rank that does not update its record, before it abandons the save; and the age from
-# which a record counts as that of a dead process, so that the objects in it are removed.
+# A record is an object in the bucket that lists what a rank uploads (:mod:`tensorferry.checkpoint.mirror.bucket`). The
+# first number is how long a rank waits for another rank that does not update its record, before it abandons the save.
+# The second is the age at which a record counts as left by a dead process: the objects that it lists are then removed.
 _PATIENCE_SECONDS, _ALIVE_SECONDS = 300.0, 120.0
 
 
@@ -66,7 +73,8 @@ class Mirror:
         self._settings: dict[str, Any] = {"store": store, "prefix": self._prefix, "rate": rate}
         self._settings |= {"keep_last": keep_last, "keep_every": keep_every}
         self._settings |= {"patience": _PATIENCE_SECONDS, "alive": _ALIVE_SECONDS}
-        # The step and number of the last go_back(). Every job has them until one of these jobs is in the bucket.
+        # The step of the last go_back(), and its number from the sequence that also numbers the jobs. Every job has
+        # both until one of these jobs is in the bucket.
         self._back_to: tuple[int, int] | None = None
         self._numbers = itertools.count(1)
         self._number = 0  # of the last job
@@ -76,14 +84,14 @@ class Mirror:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_first = True
         self._received, self._last_message_at = b"", 0.0
-        # Messages that problems() has not returned yet; _failure is kept separately.
+        # Messages that problems() has not returned yet, except the failure of the last job, which is in _failure.
         self._notes: list[str] = []
 
     def __repr__(self) -> str:
         return self._name
 
     def send(self, rank: int, step: int, path: Path, *, replace: bool, damaged: list[int]) -> None:
-        """Start to mirror a checkpoint. Failures are not raised here, but reported later."""
+        """Start to mirror a checkpoint. Failures are not raised here: problems(), wait() and check() report them."""
         self._notes = self.problems()
         self._is_first = rank == 0
         job: dict[str, Any] = {"step": step, "replace": replace, "damaged": damaged}
@@ -108,7 +116,7 @@ class Mirror:
         self._back_to = step, next(self._numbers)
 
     def problems(self) -> list[str]:
-        """Return messages about saves that have not been mirrored, and other problems, since the last call."""
+        """Return the new messages since the last call: about saves that have not been mirrored, and other problems."""
         self._receive()
         found, self._notes = self._notes, []
         if not self._is_reported:
@@ -139,7 +147,7 @@ class Mirror:
         return True
 
     def unfinished(self) -> int | None:
-        """Return the step of an upload with an unknown outcome, or None."""
+        """Return the step of the last job while its outcome is unknown, otherwise None."""
         return self._step
 
     def steps(self) -> list[int]:
@@ -160,7 +168,7 @@ class Mirror:
         return self._store, f"{self._prefix}/{name}" if self._prefix else name
 
     def close(self) -> None:
-        """End the process, and abandon its unfinished job, which only the first rank reports as a failure."""
+        """End the process, and with it an unfinished job, which only the first rank reports as a failure."""
         if not self._is_first:
             self._step = None
         self._end("the training ended before")
@@ -213,7 +221,7 @@ class Mirror:
             *lines, self._received = (self._received + piece).split(b"\n")
             self._last_message_at, seconds = time.monotonic(), 0
             for line in lines:
-                # Other lines are what something else prints in the process, such as Python's sitecustomize.
+                # Skip all other lines: something else may print in the process, such as Python's sitecustomize.
                 if line.startswith(MESSAGE):
                     self._handle(json.loads(line.removeprefix(MESSAGE)))
         silent = time.monotonic() - self._last_message_at

@@ -1,9 +1,13 @@
 """The separate process that mirrors one rank's files; it reads jobs and writes outcomes as lines of JSON.
 
-It is not a thread of the training, but has its own interpreter, priority and process group. It ends with the training
-in any case, because its standard input ends. The first rank decides, through its record, which save is uploaded, and
-commits it; the others follow. They communicate only through records in the bucket
-(:mod:`tensorferry.checkpoint.mirror.bucket`).
+It is not a thread of the training, but has its own interpreter, priority and process group. It ends when the training
+ends: then its standard input ends, or :func:`main` sees that the training's process is gone. A job is one checkpoint to
+mirror, as :mod:`tensorferry.checkpoint.mirror.mirror` sends it.
+
+The processes of the ranks communicate only through records in the bucket
+(:mod:`tensorferry.checkpoint.mirror.bucket`), which list the objects that a rank uploads. The first rank's process
+decides which save is uploaded, and announces it by its record. It also commits the save when all ranks have uploaded
+their files; the other processes follow.
 """
 
 from __future__ import annotations
@@ -84,9 +88,10 @@ class Follower:
         self._jobs_changed = threading.Condition()
         self._stopped = threading.Event()
         self._has_progressed = False
-        # Writes the record of the running upload.
+        # Rewrites the record of the running upload, as a sign of life; None if no upload is running.
         self._write_signs: Callable[[], object] | None = None
-        # After _stop_refreshing() the thread of report_progress() must not write the record again.
+        # Held while the record is rewritten. When _stop_refreshing() has returned, the thread of report_progress() does
+        # not write the record again, which may have been deleted since.
         self._signing = threading.Lock()
 
     def add_job(self, job: dict[str, Any] | None) -> None:
@@ -131,7 +136,7 @@ class Follower:
             raise _StoppedError
 
     def _pauses(self) -> Iterator[None]:
-        """Yield at growing intervals."""
+        """Yield at growing intervals: at once, and then after ever longer pauses."""
         seconds = _LOOK_SECONDS
         while True:
             yield
@@ -200,7 +205,8 @@ class Follower:
         record: dict[str, Any] = {"objects": own, "state": "begun"}
 
         def signs() -> None:
-            record["seconds"] = time.monotonic() - began  # a sign of life: each record differs
+            # Each record has another number, so other ranks see that it has been rewritten.
+            record["seconds"] = time.monotonic() - began
             self._bucket.write_record(step, save.id, self._record, **record)
 
         self._write_signs = signs
@@ -222,7 +228,8 @@ class Leader(Follower):
         self._alive = timedelta(seconds=settings["alive"])
         self._tidied = False  # whether all leftovers of dead processes have been removed
         self._current_save: tuple[int, str] | None = None
-        self._last_back_to: Any = None  # of the last job that had a "back_to"
+        # The "back_to" of the last job that had one: the step to which the training returned, and a number.
+        self._last_back_to: Any = None
         # Steps mirrored since the last return to an older step.
         self._mirrored_steps: set[int] = set()
 
@@ -263,12 +270,14 @@ class Leader(Follower):
             if not (owned and job["replace"]):
                 origin = "" if owned else ", which no mirror made"
                 raise ValueError(
-                    f"{bucket.key(metadata_key(step))}: there is another checkpoint of this step{origin}; restore() "
-                    "from the mirror, save with overwrite=True, or mirror to another prefix"
+                    f"{bucket.key(metadata_key(step))}: there is another checkpoint of this step{origin} (remedies: "
+                    "mirror to another prefix; or, if a mirror made it, continue from it by restore(), or save with "
+                    "overwrite=True)"
                 )
         notes: list[str] = []
-        # Abandoned checkpoints must not be restored, but the bucket must have a checkpoint at every moment. So set them
-        # aside before the upload only if the bucket has an older checkpoint.
+        # After a return to an older step, checkpoints of later steps must not be restored: they are set aside. But the
+        # bucket must have a checkpoint at every moment. So set them aside before the upload only if the bucket also has
+        # a checkpoint of the step returned to, or of an earlier one; otherwise after the commit.
         abandons_first = back_to is not None and any(each <= back_to[0] for each in bucket.steps())
         if abandons_first:
             notes += self._abandon(step, back_to[0])
@@ -294,7 +303,11 @@ class Leader(Follower):
         return notes
 
     def _tidy(self, step: int, save: Save) -> None:
-        """Remove leftovers of dead processes; the time of our own record, just written, is the store's current time."""
+        """Remove leftovers of dead processes.
+
+        The age of a record is measured by the store's clock: our own record has just been written, so its time is the
+        current time of that clock.
+        """
         records = self._bucket.records()
         alive_since = records[step][save.id][self._record][1] - self._alive
         settled = {MANIFEST, SET_ASIDE}
@@ -344,13 +357,17 @@ class Leader(Follower):
                 )
 
     def _commit(self, step: int, save: Save, there: Any) -> None:
-        """Write the metadata, which commits the checkpoint; then read it, because the answer may be lost or wrong."""
+        """Write the metadata, which commits the checkpoint.
+
+        The metadata are read back, because the store may have written them although its answer was lost, or may have
+        written other bytes.
+        """
         key, failure = metadata_key(step), None
         if there is None or there[0] != save.metadata:
             try:
                 self._bucket.write(key, save.metadata, "create" if there is None else there[1])
             except FAILURES as error:
-                failure = error  # the write may have succeeded, although its answer was lost
+                failure = error  # raised below, unless the metadata are there
         found = self._bucket.read(key)
         if found is not None and found[0] == save.metadata:
             return
@@ -367,8 +384,8 @@ class Leader(Follower):
                 self._bucket.set_aside(each, save)
         left = [each for each in self._bucket.steps() if each > back_to and each not in kept]
         note = (
-            f"steps {left} are newer than step {back_to}, which was restored, and restore() will prefer them: no "
-            "mirror made them"
+            f"steps {left} are newer than step {back_to}, which was restored, and restore() will prefer them: "
+            "they cannot be set aside, because no mirror made them"
         )
         return [note] if left else []
 
@@ -389,7 +406,7 @@ def send(
     """Send an outcome to the training, or, without an outcome, a sign of life."""
     line = {"step": step, "number": number, "outcome": outcome, "why": why, **more}
     with contextlib.suppress(BrokenPipeError):  # the training has ended
-        # Something else may have printed a part of a line.
+        # Begin with a newline: if something else has printed a part of a line, the message still begins a new one.
         sys.stdout.write(f"\n{MESSAGE.decode()}{json.dumps(line)}\n")
         sys.stdout.flush()
 
@@ -418,7 +435,8 @@ def main() -> None:
         end()
 
     def end() -> None:
-        follower.add_job(None)  # aborts a multipart upload cleanly
+        # This ends an upload by an exception, so that obstore also aborts it in the store.
+        follower.add_job(None)
         time.sleep(_END_SECONDS)
         os._exit(1)
 

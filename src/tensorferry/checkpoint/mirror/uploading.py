@@ -21,7 +21,9 @@ _PARTS_AT_ONCE = 4
 # S3 allows 10,000 parts for an object.
 _MAX_PARTS = 9_000
 _MIB = 1 << 20
-_SLICE_SECONDS = 5.0  # the longest single pause, so that an upload that waits still counts as alive
+# The longest single pause. Each pause counts as progress, so an upload that the rate limit holds up still counts as
+# alive.
+_SLICE_SECONDS = 5.0
 
 
 class GoneError(Exception):

@@ -1,8 +1,9 @@
 """Reading an archive of torch.save: its directory, and its payloads, which are read ahead and verified.
 
-Records are consecutive, so the directory alone gives the location of each payload. Each payload is read into separate
-memory with direct I/O: a large one by one transfer of the core, small ones many at a time. Local headers are compared
-with the directory, and so are the CRC-32s that the core computes during the transfer.
+An archive is a zip file of records, and its payloads are the records with the bytes of storages. Records are
+consecutive, so the directory alone gives the location of each payload. Each payload is read into separate memory with
+direct I/O: a large one by one transfer of the core, small ones many at a time. Local headers are compared with the
+directory, and so are the CRC-32s that the core computes during the transfer.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class ArchiveDirectory:
         pread, self.nbytes = python_files.reader_and_size(file)
         self.payloads: list[Record] = []
         self.contents: list[tuple[str, int, bytes]] = []
-        # Read once before zipfile does, because zipfile reports a failing drive as "not a zip file".
+        # Read the end once before zipfile does: on a failing drive this raises the drive's error, which zipfile would
+        # report as "not a zip file".
         pread(_TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
         try:
             self._archive = zipfile.ZipFile(file)
@@ -110,7 +112,8 @@ class ArchiveDirectory:
         end = self._archive.start_dir
         self.foreign = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         for short in (entry.filename.partition("/")[2] for entry in entries):
-            # torch looks up records case-insensitively, and would use this record in place of the one that it wrote.
+            # torch looks up records without regard to case, and could use this record in place of the one that it
+            # wrote, which is the one that is verified here.
             if short != short.lower() and short.lower().startswith(_TORCHS_RECORDS):
                 raise CheckpointError(
                     f"damaged: the record {short!r} differs from one of torch's by its case only",
@@ -212,8 +215,8 @@ class Payloads:
         file = directory.reopen()
         runs = list(_runs(directory, file))
         self._run_of = {record: (run, k) for run in runs for k, record in enumerate(run.records)}
-        # Payloads that are read ahead need memory in addition to the result if torch copies them to another device. The
-        # limit is for those that torch has not taken yet.
+        # If torch copies payloads to another device, those that are read ahead need memory in addition to the result.
+        # The limit counts payloads that have been read, or are being read, and that torch has not taken yet.
         self._pipeline = Pipeline(runs, memory_nbytes=read_ahead_nbytes())
         self._pipeline.files[directory] = file
 

@@ -1,5 +1,7 @@
 """save() and load(): torch.save and torch.load, but faster and verified.
 
+A file of torch.save is a zip archive; its payloads are the bytes of the tensors' storages.
+
 `save` lets torch write the archive without its payloads (:mod:`tensorferry.checkpoint.zipformat.archive`) and inserts
 them: the file is byte for byte the one that torch would have written to a file object.
 
@@ -217,7 +219,12 @@ def _screen(path: str, pickles: list[Any], count: int = 1) -> None:
 
 
 def _pickles_in(directory: ArchiveDirectory, torchs: Any) -> list[bytes]:
-    """Return the pickle that torch finds if it reads the archive itself, which may be another one than zipfile's."""
+    """Return the pickle that torch.load will read.
+
+    ``torchs`` is what torch will read the archive from, if it reads it itself. In a crafted archive it may then find
+    another pickle than Python's zipfile, so its own function finds it here. Without ``torchs``, torch gets a skeleton
+    with the records in the directory that zipfile has read.
+    """
     if torchs is None:
         return [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
     try:
@@ -290,7 +297,7 @@ class _Loading:
         self._last: tuple[int, torch.UntypedStorage] | None = None
         marks = [(record.name, record.nbytes, k) for k, record in enumerate(self._records)]
         # Leave out the record with the format version: if it exists, torch may compute the offsets of records rather
-        # than look them up, and the offsets in the skeleton are different.
+        # than look them up. The computed offsets would be wrong, because payloads are not complete in the skeleton.
         contents = [one for one in directory.contents if not one[0].endswith("/.format_version")]
         self._skeleton = Skeleton([*contents, *marks])
         self.path = self._skeleton.path

@@ -1,7 +1,8 @@
 """A skeleton of a torch.save archive: the archive in memory without payloads, which torch unpickles to load.
 
-Each payload is replaced by a mark: 24 bytes with a random token and the payload's number. The rest of the payload's
-space is never read, so the following records are written into it. Payloads that are shorter than a mark are kept.
+Each payload (the bytes of a storage) is replaced by a mark: 24 bytes with a random token and the payload's number. The
+directory says that the payload has its full size, but nothing reads more of it than the mark. So the following
+records are written directly after the mark, and the skeleton stays small. Payloads shorter than a mark are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Assembly of tensors from parts in several files; the tensors are written one after the other, in bounded memory."""
+"""Assembly of tensors from parts in several files; the tensors are written one after the other, in bounded memory.
+
+A box is memory for a small part of a new tensor. Read items, as torch's planners make them, fill it from the stored
+parts that it overlaps.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.contents import ItemLocator
     from tensorferry.transfer.new_file import NewFile
 
-# Tensors are cut into boxes of at most _BOX_NBYTES. Boxes are read in batches of at most _BATCH_COUNT boxes and
+# Tensors are cut into boxes of up to _BOX_NBYTES. Boxes are read in batches of at most _BATCH_COUNT boxes and
 # _BATCH_NBYTES bytes. A batch is read while the previous batch is written.
 _BATCH_NBYTES = 24 << 20
 _BOX_NBYTES = 8 << 20

@@ -1,5 +1,8 @@
 """Committing a checkpoint: one rename of `.metadata`, and the steps that must come before and after it.
 
+A blob is the bytes that torch.save writes for one tensor or object. The payload is the range of a blob that has the
+elements of the tensor; metadata may say where it is.
+
 At every instant the directory holds either the complete old checkpoint or the complete new one. The data files of a
 save have names that no other save used. They are fsynced, with their directory entries, before the rename replaces the
 old `.metadata` atomically. Files that are no longer referenced are removed only after that: those of the previous
@@ -77,7 +80,7 @@ def is_save_file(name: str) -> bool:
 
 
 def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
-    """Enter the results of all ranks, and check that every planned part was written.
+    """Enter the results of all ranks into the metadata, and check that every planned part was written.
 
     Raises
     ------
@@ -121,7 +124,10 @@ def check_complete(metadata: Metadata, written: Container[MetadataIndex]) -> Non
 
 
 def _keep_valid_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:
-    """Keep the payload's location in ``info`` only if the payload has the dtype of the tensor in the metadata."""
+    """Keep the payload's location in ``info`` only if the payload has the dtype of the tensor in the metadata.
+
+    Otherwise readers would take its bytes for elements of another dtype; without a location they parse the blob.
+    """
     place = info.__dict__.get(EXTRAS)
     if place is None:
         return
@@ -180,7 +186,8 @@ def replace(
             refuse_if_all_ranks_saved(directory)
         if not overwrite and path.exists():
             raise _meanwhile(directory)
-        # Without exclusive access, remove only files that the old metadata names: other saves may be writing the rest.
+        # Without exclusive access, remove only files that the old metadata names: other saves may be writing all other
+        # files.
         removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync, overwrite=overwrite)
         referenced = {info.relative_path for info in metadata.storage_data.values()}

@@ -1,8 +1,9 @@
 """A checkpoint's data files: locating the items of a load plan in them, and verifying their bytes.
 
-A blob is the bytes that torch.save writes for one tensor or object. The payload is the range of a blob that has the
-elements of the tensor. Files that tensorferry wrote have a checksum for each chunk of the file
-(:mod:`tensorferry.checkpoint.storage.reading`); in other files only the checksums inside each blob are available.
+An item is one slice of a stored tensor, or one object, that a load plan requests. A blob is the bytes that torch.save
+writes for one tensor or object. The payload is the range of a blob that has the elements of the tensor. Files that
+tensorferry wrote have a checksum for each chunk of the file (:mod:`tensorferry.checkpoint.storage.reading`); in other
+files only the checksums inside each blob are available.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Item:
 
 
 class ItemLocator:
-    """Locates the items of load plans in data files. A subclass locates a single item, and opens files."""
+    """Locates the items of load plans in data files. A subclass defines how to locate one item and to open a file."""
 
     def open(self, name: str) -> DataFile:
         """Open a data file."""
@@ -206,7 +207,8 @@ class Contents(ItemLocator):
     def _current_file_names(self) -> set[str] | None:
         """The files that the folder's metadata names now, read once; None if no metadata can be read."""
         named: set[str] | None = None
-        # The folder may be being removed as well, and then the caller raises its original error.
+        # Another process may be removing the folder now. Then there is nothing to return, and the caller raises its
+        # original error.
         with contextlib.suppress(OSError):
             for path in metadata_files(self._folder):
                 with contextlib.suppress(OSError, CheckpointError):
@@ -283,11 +285,15 @@ class Contents(ItemLocator):
             raise self._damage(problem, item, file)
 
     def sanitize_blob(self, index: MetadataIndex, data: BinaryIO) -> BinaryIO:
-        """Return a blob that a planner may unpickle; torch's planners would run any code in the original blob."""
+        """Return a new blob of the same object, which a planner may unpickle.
+
+        torch's planners would run any code that the original blob contains. A trusted blob is returned unchanged.
+        """
         if self._trusted:
             return data
         info = self._info(index)
-        # After verification the bytes are known to be undamaged, so an object that cannot be read is refused content.
+        # After verification the bytes are known to be undamaged, so an object that cannot be read is refused, not
+        # damaged.
         kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
             return io.BytesIO(plain_objects.sanitize_pickle(data.read()))

@@ -24,8 +24,8 @@ from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
 # For each of our modules: torch's module, and for each class the name under which our module imports torch's class. Our
-# classes derive from the classes that they find at import, which must be torch's own, not replacements. So the module
-# that imports both of torch's modules comes first.
+# classes derive from the classes that they find at import, which must be torch's own. So _hugging_face() imports all of
+# our modules, before _put_hugging_face() replaces any class.
 _HUGGING_FACE = {
     "quantized": ("quantized_hf_storage", {"QuantizedHuggingFaceStorageReader": "TorchsReader"}),
     "huggingface": (

@@ -1,5 +1,9 @@
 """Read requests that put an item's bytes into its destination tensor.
 
+An item is one slice of a stored tensor, or one object, that a load plan requests. A payload is the byte range of a
+stored tensor's elements in a file. A request is a byte range of a file with a sink, which supplies memory for the bytes
+and is notified when they have arrived (:mod:`tensorferry.checkpoint.storage.reading`).
+
 Bytes whose layout in the tensor equals that in the file, as one range or as rows that are long enough, are read
 directly into the tensor, on a GPU as on the host. All other bytes are read into slabs: temporary host memory for small
 boxes of the stored tensor. torch then copies and converts each slab into the destination. The loading thread makes

@@ -1,4 +1,4 @@
-"""Detection of subclasses that override parts of torch's writers and readers which our classes do not use.
+"""Detection of subclasses that override parts of torch's writers and readers that our classes do not use: hooks.
 
 torch's classes call their own methods (`_write_data`, `_slice_file`, `_process_read_request`) and use their own objects
 (`fs`, `transforms`). Our classes derive from torch's but do not use these methods and objects, so they would silently
@@ -52,7 +52,10 @@ def names_of(torchs: type) -> set[str]:
 
 
 def hooks_of(ours: type, torchs: type, also_called: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the attributes that only torch's code uses, with torch's values."""
+    """Return the attributes that only torch's code uses (hooks), with torch's values.
+
+    ``also_called`` has the names of attributes that our class uses as torch's does, so they are not hooks.
+    """
     names = names_of(torchs) - CALLED - also_called - vars(ours).keys()
     return {name: inspect.getattr_static(torchs, name) for name in names}
 
@@ -78,7 +81,7 @@ def has_own_files(instance: Any) -> bool:
 
 
 def first_folder(instance: Any, ours: type, path: Readable, *, reads: bool = False) -> Any:
-    """Return the absolute path of the folder that our constructor got; for a reader (``reads``) also an object path.
+    """Return the absolute path of the folder that our constructor got; a reader's (``reads``) may be in a bucket.
 
     A subclass may pass a URL, and set a file system that supports it after our constructor. If it does not set one,
     :func:`check_folder` refuses the URL.
@@ -102,7 +105,7 @@ def folder(instance: Any, path: Readable, *, reads: bool = False) -> Any:
 
 
 def set_object_path(instance: Any, folder: Any) -> None:
-    """Set a reader's path to its object path, which torch's constructor has converted to a local path."""
+    """Set a reader's path again if it is in a bucket, because torch's constructor has made a local path of it."""
     if isinstance(folder, ObjectPath):
         instance.path = folder
 

@@ -3,6 +3,12 @@
 There are two ways to save. Either rank 0 writes everything, to files that Hugging Face's libraries can load, with an
 index; or each rank writes its own parts (``save_distributed``), and the coordinator may then combine them into such
 files (``enable_consolidation``).
+
+A part is the piece of a tensor that one rank saves, or that one file holds. An index is a JSON file with the name of
+each tensor's file. A :class:`Model` (:mod:`tensorferry.safetensors.sharded`) is a set of new files, written without
+names: ``place()`` gives them their names, ``commit()`` also writes the index and removes the old model's files, and
+``abort()`` discards them. A hook is an attribute of torch's class that a subclass may override and that only torch's
+code uses (:mod:`tensorferry.checkpoint.storage.hooks`).
 """
 
 from __future__ import annotations
@@ -191,7 +197,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign file names to each rank; add the save's ID and number of files, which ranks write into their files."""
+        """Assign file names to each rank; add the save's ID and number of files, which ranks write into their files.
+
+        Readers recognize by them that the files of a folder are of one save, and that none is missing.
+        """
         if not self.save_distributed and sum(bool(plan.items) for plan in plans) > 1:
             raise CheckpointError(
                 "several ranks have tensors to save, and without save_distributed=True their files would have the same "
@@ -229,12 +238,13 @@ class HuggingFaceStorageWriter(TorchsWriter):
             return completed_future(
                 check_all_written(super().write_data(plan, planner).wait(), plan)
             )
-        # A planner may return a cached plan of another writer's save, whose items prepare_local_plan() has not seen.
+        # A planner may return a cached plan of another writer's save, in which this is not a dict of ours.
         planned = plan.storage_data
         storage_data: dict[str, Any] = planned if isinstance(planned, dict) else {}
         mapping = self.fqn_to_index_mapping
         shard = self._shard(storage_data) if self.save_distributed else None
-        # With plan caching, some ranks may get a plan with the ID of an earlier save: do not write any ID then.
+        # With plan caching, some ranks may get a plan with the ID of an earlier save, and readers would refuse the
+        # files as those of different saves. So do not write any ID then.
         is_cached = getattr(planner, "_enable_plan_caching", False)
         save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
@@ -345,11 +355,11 @@ class HuggingFaceStorageWriter(TorchsWriter):
             written |= own
 
     def _places_in(self, path: Path) -> tuple[Path, str | None]:
-        """Return where ranks write, and where the files are consolidated, if they are to be."""
+        """Return the folder in which ranks write, and the folder for consolidated files, or None if there are none."""
         return (path / _SHARDED, os.fspath(path)) if self.enable_consolidation else (path, None)
 
     def _places(self) -> tuple[Path, str | None]:
-        """Return the places of the current thread's save."""
+        """Return the folders of the current thread's save, as :meth:`_places_in` does."""
         own: tuple[Path, str | None] | None = getattr(self._thread_state, "places", None)
         return own or (Path(self.path), self.consolidated_output_path)
 
@@ -361,7 +371,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             model.abort()
 
     def _overridden_hooks(self) -> frozenset[str]:
-        """Return the names of overridden attributes that only torch's code respects."""
+        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
         changed = hooks.overridden(self, _WRITER_HOOKS)
         form = self.serialization_format.name
         return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
@@ -467,7 +477,7 @@ class HuggingFaceStorageReader(TorchsReader):
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add this rank's offer of shared reads to the plan."""
+        """Add to the plan what this rank can share of its reads (:class:`.sharing.Offer`)."""
         plan = super().prepare_local_plan(plan)
         if self._overridden_hooks():
             return plan
@@ -546,7 +556,7 @@ class HuggingFaceStorageReader(TorchsReader):
         return {key: each for key, each in places.items() if isinstance(each, PartLocation)} | found
 
     def _overridden_hooks(self) -> frozenset[str]:
-        """Return the names of overridden attributes that only torch's code respects."""
+        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
         return hooks.overridden(self, _READER_HOOKS)
 
 

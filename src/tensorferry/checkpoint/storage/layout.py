@@ -1,4 +1,7 @@
-"""The distribution of a plan's items over files. It follows torch's writer, so files have the same contents."""
+"""The distribution of a plan's items over files: the same as in torch's writer, so files have the same contents.
+
+An item (torch's WriteItem) is one tensor, one part of a tensor, or one object to save.
+"""
 
 from __future__ import annotations
 

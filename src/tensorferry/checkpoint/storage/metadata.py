@@ -137,8 +137,8 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
         raise CheckpointError(
             "its bytes are not those that were written (the checksum differs)", path
         )
-    # A matching checksum excludes damage, so unreadable content is refused content. Without a trailer, as in torch's
-    # checkpoints, unreadable content is more likely damage.
+    # If the checksum matches, the bytes are those that were written: content that cannot be read is then refused, not
+    # damaged. Without a trailer, as in torch's checkpoints, such content is more likely damaged.
     kind = RefusedCheckpointError if trailer else CheckpointError
     try:
         if trust_pickle:

@@ -1,4 +1,4 @@
-"""The file names of a checkpoint. This module does not import torch, so a mistyped path fails fast."""
+"""The file names of a checkpoint. No import of torch, which is slow: so a mistyped path is reported at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 """The file name of the metadata of one rank that saved without the others."""
 
 OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
-"""A data file of our writer; the name is unique to one save. Names appear verbatim in metadata."""
+"""A data file of our writer; the name is unique to one save. A pickle of metadata contains these names verbatim."""
 
 DATA_FILE_SUFFIX = ".distcp"
 
@@ -53,7 +53,7 @@ def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _describe_contents(folder: Path) -> str:
-    """Describe files in a folder without a checkpoint that may be the intended path."""
+    """Describe what a folder without a checkpoint has instead, which may be what the caller meant to pass."""
     found = sorted(itertools.islice(folder.iterdir(), _MAX_ENTRIES), key=lambda entry: entry.name)
     if not found:
         return "; it is empty"

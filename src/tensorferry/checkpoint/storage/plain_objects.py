@@ -1,7 +1,7 @@
 """Objects of a checkpoint that are not tensors: read safely, and pickled again for a planner.
 
-torch's planners pass an object's blob to `torch.load(weights_only=False)`, which runs code in it; and the author of
-`.metadata` can declare any entry to be an object. So a planner never gets the blob (torch.save's bytes) from the file.
+torch's planners pass an object's blob (the bytes of torch.save) to `torch.load(weights_only=False)`, which runs code in
+it. The author of `.metadata` can declare any entry to be an object. So a planner never gets the blob from the file.
 :mod:`tensorferry.checkpoint.zipformat.pickles` reads the object from that blob, and the planner gets a new blob of the
 object. This module has the table of the constructors that such a pickle may use: those of numbers, text, containers,
 times, arrays and tensors, which can be created without running code that the pickle chooses. Classes that the program
@@ -50,7 +50,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-# The cache of sanitized blobs: the maximum size of a blob in it, and the number of blobs.
+# The cache of small blobs that sanitize_pickle() has returned: the maximum size of a blob, and the number of blobs.
 _KEPT_NBYTES, _KEPT_COUNT = 4096, 1024
 _NUMPY_TYPE = re.compile(r"[biufc]\d{1,2}|\?|[bBhHiIlLqQefdgFDG]|[SUV]\d{1,9}|[mM]8")
 _TIME_UNIT = re.compile(rb"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as")
@@ -60,7 +60,7 @@ _ALIGNED_STRUCT = 0x80  # NPY_ALIGNED_STRUCT
 _DEVICE = re.compile(r"(cuda|xpu|hpu|npu|mps)(:\d{1,3})?")
 # The opcode for a class or function in pickles of protocol 2, which torch.save writes.
 _GLOBAL = re.compile(rb"c[\w.]+\n[\w.]+\n")
-# Types with instances that are accepted without a check of their contents.
+# Types whose instances are accepted without a check of their contents.
 _CERTAIN = frozenset(
     [str, bytes, int, float, bool, complex, type(None), torch.Size, torch.dtype, torch.device]
 )
@@ -76,6 +76,7 @@ def refusal_message(error: RefusedError) -> str:
 
 def refusal(blob: bytes) -> str | None:
     """Return why :func:`sanitize_pickle` would refuse an object in a blob of torch.save, or None if it accepts it."""
+    # A pickle that names no class or function has plain values only, which are accepted.
     if _GLOBAL.search(blob) is None:
         return None
     try:
@@ -224,7 +225,9 @@ def _archive(pickled: bytes) -> bytes:
 
 
 class _Storage(NamedTuple):
-    """A storage that tensors of the object refer to: the tuple of :func:`blobs.storage_of`, with data for its key.
+    """A storage that tensors of the object refer to.
+
+    It is the tuple that :func:`blobs.storage_of` returns, with the storage's data in place of its key.
 
     An object that refers to a storage in any other way than by a tensor is refused.
     """
@@ -323,7 +326,10 @@ class _Names(dict[str, Constructor]):
 
 
 def _named_tuple(full_name: str) -> type[tuple[Any, ...]] | None:
-    """Return the class of that name if it is a plain named tuple, with only the methods that Python generates."""
+    """Return the class of that name if it is a plain named tuple, with only the methods that Python generates.
+
+    Otherwise return None, also if the program has not imported the class's module.
+    """
     module, _, name = full_name.rpartition(".")
     kind = vars(sys.modules.get(module, types)).get(name)
     if not isinstance(kind, type) or kind.__mro__ != (kind, tuple, object):
@@ -588,7 +594,8 @@ def _numpy_constructors(np: Any) -> list[Constructor]:
     class Dtype:
         """Represents a dtype while the pickle is read.
 
-        A pickle sets the state of its dtypes, but NumPy's dtype objects are shared by all arrays of the process.
+        A pickle sets the state of its dtypes. NumPy's own dtype objects are shared by all arrays of the process, so
+        the pickle must not change them.
         """
 
         def __init__(self, dtype: Any) -> None:

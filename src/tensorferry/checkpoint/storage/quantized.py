@@ -1,13 +1,13 @@
 """Reader of quantized models, block-wise FP8 (DeepSeek's) and MXFP4 (gpt-oss's), which dequantizes while it reads.
 
-A quantized tensor consists of codes, and of scales in a separate tensor, perhaps in another file. Codes are read into
-slabs, as for any conversion: each slab is translated by a table of the codes' values, multiplied by its scales, and
-copied to its destination. So memory is bounded, whatever the size of a tensor.
+A quantized tensor consists of codes, each of which stands for a number, and of scales: factors that each apply to a
+block of codes. The scales are a separate tensor, perhaps in another file. Codes are read into slabs (temporary memory
+for small boxes of a tensor), as for any conversion: each slab is translated by a table of the codes' values, multiplied
+by its scales, and copied to its destination. So memory is bounded, whatever the size of a tensor.
 
-piece
-    Codes of an item that need few enough scales to hold these in memory. The scales of several pieces are read at a
-    time, in the order of the pieces in the files, because most tensors have only some hundred scales, and separate
-    reads of so few bytes would be slow.
+An item is one slice of a tensor that a load plan requests. It is cut into pieces, which are small enough to hold the
+scales of a piece in memory. The scales of several pieces are read at a time, in the order of the pieces in the files,
+because most tensors have only some hundred scales, and separate reads of so few bytes would be slow.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
         return _QuantizedTensors(places, self, _Scales(places, count))
 
     def _overridden_hooks(self) -> frozenset[str]:
-        """Return the names of overridden attributes that only torch's code respects."""
+        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
         return hooks.overridden(self, _READER_HOOKS)
 
 
@@ -266,7 +266,7 @@ class _QuantizedTensors(LocatedTensors):
 
 
 class _Scales:
-    """Reads the scales of pieces some MiB at a time, in the order in which the pieces are read."""
+    """Reads the scales of pieces about _SCALES_NBYTES at a time, in the order in which the pieces are read."""
 
     def __init__(
         self, places: Mapping[MetadataIndex, PartLocation], count: Callable[[int], None]

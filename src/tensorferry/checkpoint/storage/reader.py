@@ -1,5 +1,9 @@
 """FileSystemReader: a fast, verifying replacement for torch's FileSystemReader.
 
+An item (torch's ReadItem) is one slice of a stored tensor, or one object, that a load plan requests. A planner, torch's
+or the program's, supplies the destination of each item. A blob is the bytes that torch.save wrote for a tensor or
+object; the payload is the range of a blob that has the tensor's elements.
+
 A load requests the bytes that it needs in the order of their file offsets. The loading thread asks the planner for each
 destination shortly before its bytes are read, and commits it to the planner when they have arrived.
 """
@@ -127,7 +131,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._group = process_group
         self._metadata: Metadata | None = None
         self._checked: Metadata | None = None  # the metadata that read_metadata() has checked
-        self._global_error: Exception | None = None  # of reading the metadata of all ranks
+        # Why `.metadata`, the metadata of all ranks, could not be read.
+        self._global_error: Exception | None = None
         self._release_folder: Callable[[], Any] = _hold_nothing  # drops the read lock on the folder
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +184,8 @@ class FileSystemReader(filesystem.FileSystemReader):
                 if not self._overridden_hooks() and not isinstance(self.path, ObjectPath):
                     self._require_some_metadata()
                 raise
-            # torch falls back to a rank's metadata when the metadata of all ranks is unreadable: raise the first error.
+            # When `.metadata` is unreadable, torch tries the metadata of this rank alone, which is missing here. Raise
+            # the first error: it says what is wrong with `.metadata`.
             raise self._global_error from None
         except CheckpointError as error:
             self._global_error = error
@@ -200,7 +206,7 @@ class FileSystemReader(filesystem.FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Set the metadata that loads use."""
+        """Set the metadata that loads use, and lock the folder, so that writers keep the checkpoint during the load."""
         if isinstance(metadata, _UnreadableMetadata):
             raise metadata.error
         # Check metadata that read_metadata() has not returned. Where a subclass overrides hooks, torch's code uses the
@@ -304,7 +310,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
 
     def _overridden_hooks(self) -> frozenset[str]:
-        """Return the names of overridden attributes that only torch's code respects."""
+        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
         return hooks.overridden(self, _HOOKS)
 
     def _contents(self) -> Contents:
@@ -386,7 +392,11 @@ class PlanLoad:
         group: dist.ProcessGroup | None,
         read_own: Callable[[LoadPlan], None],
     ) -> None:
-        """Read the items that only this rank needs, then this rank's part of the shared ones."""
+        """Read the items that only this rank needs, then this rank's part of the shared ones.
+
+        If the first of these fails, exchange.run() still tells the other ranks, which would wait for this one
+        otherwise.
+        """
         shared = sharing.shared_items(share, plan)
         chosen = {id(item) for item in shared}
 
@@ -409,7 +419,7 @@ class PlanLoad:
 
 
 def _hold_nothing() -> None:
-    """Release no lock."""
+    """Do nothing, in place of the release of a lock that is not held."""
 
 
 class _UnreadableMetadata:
@@ -458,7 +468,7 @@ class _Destinations:
         self._converts = converts
         self._narrowed: dict[
             str, str
-        ] = {}  # destinations whose dtype cannot hold all stored values
+        ] = {}  # "stored dtype to wanted dtype" of conversions that may lose values, by name
 
     def resolve(self, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
         """Return the destination of an item; raise for a wrong size, or a dtype that torch would refuse."""

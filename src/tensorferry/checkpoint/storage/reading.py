@@ -5,12 +5,18 @@ Terms of the reading side of this package:
 chunk
     A part of a file with its own checksum. A chunk is read whole or not at all.
 request
-    A range of a file, and the sink for its bytes: memory, or no memory for bytes that are only verified.
+    A range of a file, and the sink for its bytes.
+sink
+    The object that supplies memory for the bytes of a request (none for bytes that are only verified), and is notified
+    when they have arrived.
 slab
     A small box of a stored tensor that is read into temporary memory first, and copied from there.
 run
-    Adjacent requests, rounded to whole chunks: one transfer reads a run and discards the bytes between the requests. No
-    run crosses a multiple of about RUN_NBYTES, which bounds the bytes in flight and delivers them steadily.
+    Requests that lie close together, rounded to whole chunks: one transfer reads a run and discards the bytes between
+    the requests. No run crosses a multiple of about RUN_NBYTES, which bounds the bytes in flight and delivers them
+    steadily.
+segment
+    A part of a transfer: the array for one request, or a gap, whose bytes are discarded.
 
 This module neither copies nor interprets tensor data. One thread, the one that loads, adds requests, waits for the
 oldest transfer and notifies the sinks.
@@ -107,8 +113,8 @@ class DataFile:
         self.nbytes = self.file.size
         self.chunk_nbytes = 1 if self._checksums is None else self._checksums.chunk_nbytes
         self.run_nbytes = max(1, RUN_NBYTES // self.chunk_nbytes) * self.chunk_nbytes
-        # With checksums only whole chunks are read: a gap inside a chunk is read anyway, and other gaps would add whole
-        # chunks to a run.
+        # The largest gap that a run may contain. With checksums only whole chunks are read: a gap inside a chunk is
+        # read anyway, and a gap of whole chunks is not worth reading.
         self.gap_nbytes = GAP_NBYTES if self._checksums is None else 0
         try:
             if checksums is not None:
@@ -262,7 +268,10 @@ class Reading:
             heapq.heappush(self._waiting, (first.begin, self._count, first, requests))
 
     def advance(self, limit: int | None = None) -> None:
-        """Begin to read requests that cannot share a run with a request at ``limit``; without a limit, all of them."""
+        """Begin to read requests of the file; without ``limit``, all of them.
+
+        ``limit`` is the offset of the next request that will be added: requests that may share a run with it must wait.
+        """
         while self._waiting and (
             limit is None or self._waiting[0][0] < self._current_file.run_begin(limit)
         ):
@@ -325,7 +334,8 @@ class Reading:
         """Divide requests, which are in the order of their offsets, into runs, and begin to read the runs."""
         file = self._current_file
         run: list[ReadRequest] = []
-        twice: list[ReadRequest] = []  # overlaps an earlier request: these bytes are read again
+        # Requests that overlap an earlier one: their bytes are read again, by other runs.
+        twice: list[ReadRequest] = []
         end = run_begin = run_end = 0
         for request in requests:
             begin, stop = file.round_to_chunks(request.begin, request.end)

@@ -45,7 +45,8 @@ _POLL_SECONDS = 0.005
 # Mount options of remote file systems with which locks do not reach other machines.
 _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "localflock"])
 
-# Errors that every save into the directory gets: locks are not supported, or another kind of file has this name.
+# Errors that every save into the directory gets: locks are not supported, or another kind of file has this name. After
+# them a save goes on without a lock, because no other save can have one either.
 _NO_LOCKS = frozenset(
     [
         *(errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOLCK),

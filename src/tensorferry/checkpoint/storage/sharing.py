@@ -1,9 +1,12 @@
 """Shared reads: a tensor that several ranks of a node need is read once, and the process group distributes it.
 
 The coordinator, which has the plans of all ranks, cuts such tensors into pieces in the order of their file offsets, and
-assigns the pieces to rounds. In each round, every rank that needs the pieces reads a part of them into its own memory,
-and verifies the part. Then all ranks agree that none has failed, and the parts are broadcast while those of the next
-round are read. So a failure ends the load on all ranks, and damaged data is never distributed.
+assigns the pieces to rounds. In each round, every rank that needs the pieces reads some of them (its part) into its own
+memory, and verifies the part. Then all ranks agree that none has failed, and the parts are broadcast while those of the
+next round are read. So a failure ends the load on all ranks, and damaged data is never distributed.
+
+Before that, each rank sends the coordinator an :class:`Offer` in its load plan, which says what the rank can share. The
+coordinator answers, in the same way, with the rank's :class:`Share`: the rounds that the rank takes part in.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class RequestedSlice(NamedTuple):
     lengths: tuple[int, ...]
 
 
-# The place of a stored tensor, which sorts in the order in which files are read, a slice of it, and its dtype.
+# A slice to share: the stored tensor's file and offset, by which slices are sorted into the order of the files; the
+# slice; and its dtype.
 _Wanted: TypeAlias = tuple[tuple[str, int], RequestedSlice, torch.dtype]
 
 
@@ -221,8 +225,8 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: ItemLocator) -> l
     for (_, wanted), items in ranks.items():
         if len(items) > 1 and math.prod(wanted.lengths) > 0:
             found = contents.item(next(iter(items.values())))
-            # Only now known to be plain: the metadata of torch's own checkpoints does not tell plain tensors from
-            # subclasses (quantized ones, for example).
+            # Share only tensors that have a payload here, which are plain. The metadata of torch's own checkpoints does
+            # not tell plain tensors from subclasses (quantized ones, for example), so their items have none here.
             if found.payload is not None:
                 by_members.setdefault(tuple(items), []).append(
                     ((found.info.relative_path, found.info.offset), wanted, found.payload.dtype)
@@ -257,7 +261,8 @@ def _assign_rounds(members: tuple[int, ...], all_wanted: list[_Wanted]) -> Itera
         max_numel = max_nbytes // dtype.itemsize
         whole = (0,) * len(wanted.lengths), wanted.lengths
         for box in slabs(wanted.lengths, *whole, max_span=max(1, max_numel), max_gap=0):
-            # Start each round at another rank, as the last ranks get less of a round that is not full.
+            # Each round begins with the part of another rank: in a round that is not full the last parts are smaller,
+            # and so no rank always reads less than the others.
             number = min(nbytes * len(members) // nbytes_full, len(members) - 1)
             source = members[(turn + number) % len(members)]
             piece = SharedBox(source, wanted, dtype, box.offsets, box.lengths)
@@ -364,7 +369,7 @@ class Exchange:
         ------
         Exception
             The error of the first rank that has one. An error in the delivery of the last round is raised on its rank
-        only, because no agreement follows.
+            only, because the ranks do not agree on anything after it.
         """
         self._failure = failure
         try:
@@ -380,7 +385,9 @@ class Exchange:
             if self._failure is not None:
                 raise self._failure
         finally:
-            self._failure = None  # the error's traceback refers to this frame
+            self._failure = (
+                None  # its traceback refers to this frame, and so to this object: a reference cycle
+            )
 
     def _attempt(self, number: int) -> dict[SharedBox, torch.Tensor]:
         """Read this rank's part of a round."""

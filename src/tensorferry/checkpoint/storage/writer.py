@@ -1,4 +1,10 @@
-"""FileSystemWriter: a fast and crash-safe replacement for torch's FileSystemWriter that writes the same files."""
+"""FileSystemWriter: a fast and crash-safe replacement for torch's FileSystemWriter that writes the same files.
+
+torch's terms: an item is one tensor, part of a tensor, or object to save. A planner makes each rank's plan, the list of
+its items. The coordinator is the rank that makes the global plan and commits the checkpoint. A hook is an attribute of
+torch's class that a subclass may override and that only torch's code uses
+(:mod:`tensorferry.checkpoint.storage.hooks`).
+"""
 
 from __future__ import annotations
 
@@ -53,8 +59,8 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.staging import Stager
     from tensorferry.checkpoint.zipformat.archive import Archive
 
-# Limits on the files that are being finished while the next are written (single_file_per_rank=False), and on their
-# bytes.
+# An unfinished file has all of its items, but the core still writes its last bytes while the next files are written
+# (single_file_per_rank=False). These are the limits for the number of such files, and for their bytes.
 _MAX_UNFINISHED_FILES = 64
 _MAX_UNFINISHED_NBYTES = 16 << 20
 # Follow the installed torch, which has announced that the default will become False.
@@ -86,7 +92,8 @@ class Stagings:
     """
 
     def __init__(self) -> None:
-        # A save that fails before it begins stays here, but at most two states are staged at a time.
+        # At most two states are staged at a time. So the limit drops the oldest entry, that of a save that has failed
+        # before it began.
         self._staged: deque[tuple[tuple[int, int], str]] = deque(maxlen=2)
 
     def add(self) -> None:
@@ -100,7 +107,8 @@ class Stagings:
         waiting = [each for each in tuple(self._staged) if each[0] != _this_thread()]
         begun = None
         if waiting:
-            # The oldest one; in the process of a save, the one that has been passed to the process last.
+            # Threads begin their saves in the order of staging: take the oldest. The separate process of a save has a
+            # copy of this list as it was when the save was passed to the process: take the last.
             begun = waiting[0 if waiting[0][0][0] == os.getpid() else -1]
             with contextlib.suppress(ValueError):  # another thread has removed it
                 self._staged.remove(begun)
@@ -110,7 +118,9 @@ class Stagings:
         return Path(begun[1], asked) if begun else Path(absolute_path(asked))
 
 
-# For each thread, the Saver of a coordinator that has written its own part, until torch calls finish().
+# For each thread: the Saver (the locks of one save) of a coordinator that has written its own part, until torch calls
+# finish() in the same thread. torch does not call it if another rank has failed; the thread's next save then releases
+# the locks.
 _coordinators = threading.local()
 
 
@@ -338,7 +348,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # An asynchronous save in another process pickles the writer after the state has been staged here.
+        # An asynchronous save in another process pickles the writer. The state has been staged here by then, so the
+        # copy does not need the stager.
         return self.__dict__ | {"_stager": None, "_thread_state": None, "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -361,7 +372,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             saver.leave()
 
     def _general_overrides(self) -> frozenset[str]:
-        """Return the names of overridden hooks, or no names if the hooks only concern the contents of files."""
+        """Return the overridden hooks if torch's code must do the save; none if they only concern files' contents."""
         changed = hooks.overridden(self, _HOOKS)
         return changed if changed - _OF_FILES else frozenset()
 
@@ -405,7 +416,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         def finish_oldest() -> None:
             result, file = unfinished.popleft()
-            # The summary travels to the coordinator with the file's first item; complete_metadata() removes it there.
+            # The summary has the file's size and chunk checksums. It travels to the coordinator with the result of the
+            # file's first item; complete_metadata() moves it from there to the metadata.
             result.storage_data.__dict__["tensorferry_file"] = file.wait()
             meter.add(0, files=1)
 
@@ -470,7 +482,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         return results
 
 
-# Our prepare_local_plan() calls torch's, which calls _metadata_exists().
+# _metadata_exists() is not a hook: our prepare_local_plan() calls torch's, which calls it, so an override has an
+# effect.
 _HOOKS = hooks.hooks_of(
     FileSystemWriter, filesystem.FileSystemWriter, frozenset({"_metadata_exists"})
 )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.tools.formats import ConversionSource
     from tensorferry.checkpoint.zipformat.blobs import Payload, PickledTensor
 
-# The maximum size of a piece, whose range is reported if it cannot be read.
+# Records are read in pieces of at most this size; for a piece that cannot be read, its byte range is reported.
 _PIECE_NBYTES = 32 << 20
 _MAX_PICKLE_NBYTES = 256 << 20
 _MAX_NBYTES, _MAX_DIMS = (1 << 63) - 1, 1000
@@ -123,10 +123,10 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
     payloads: dict[str, Payload] = {}
     unknown = {name for name in by_name if name.startswith("data/")}
     unknown -= {_record_of(tensor) for _, tensor in found}
-    # Compare case-insensitively, as torch does when it looks for records.
     if unknown:
         reason = "the archive has records that belong to no tensor"
         raise CheckpointError(reason, path, names=tuple(sorted(unknown)))
+    # Compare names without regard to case, as torch does when it looks for records.
     counts = Counter(_short_name(place.name).lower() for place in places)
     alike = sorted(place.name for place in places if counts[_short_name(place.name).lower()] > 1)
     if alike:
@@ -186,7 +186,7 @@ def _entry(name: str, tensor: PickledTensor, path: str, place: Span | None) -> E
     if nbytes > _MAX_NBYTES or end > count * storage_dtype.itemsize:
         raise CheckpointError("it extends beyond its storage", path, names=(name,))
     if place is not None and place.nbytes != count * storage_dtype.itemsize:
-        reason = f"the record {place.name!r} has a different size in the pickle"
+        reason = f"the size of the record {place.name!r} is not the one in the pickle"
         raise CheckpointError(reason, path, names=(name,))
     kind = str(tensor.dtype).removeprefix("torch.")
     offsets = (0,) * len(sizes)
@@ -299,7 +299,7 @@ class _ArchiveAudit(Audit):
         self._damage.append((begin, end, record, reason))
 
     def _crcs(self, places: list[Span]) -> list[int | None]:
-        """Return the CRC-32 of each record; None for a record that cannot be read, which is noted as damage."""
+        """Return the CRC-32 of each record; None for a record that cannot be read, which is added to the damage."""
         crcs: list[int | None] = [0] * len(places)
         pieces = list(_pieces(places))
         with reopen(self._archive.file) as file:

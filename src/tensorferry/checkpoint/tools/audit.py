@@ -1,7 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint: listed by their metadata, and verified without loading.
 
-Files with chunk checksums are read once, including headers and gaps. In other files, which torch wrote, each blob is a
-zip archive, and its records have checksums that torch itself never checks.
+A blob is the bytes that torch.save wrote for one tensor or object. Files that tensorferry wrote have a checksum for
+each chunk, a range of fixed size; they are read once, including the bytes between blobs. In other files, which torch
+wrote, each blob is a zip archive, and its records have checksums that torch itself never checks.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["entries", "find_source", "verify", "write"]
 
-# Larger tensors are split into chunks of at most this size in a checkpoint.
+# In a checkpoint, larger tensors are split into chunks (torch's term for a saved part) of at most this size.
 _CHUNK_NBYTES = 16 << 20
 
 
@@ -132,7 +132,7 @@ def write(
 
 
 class _Writer(FileSystemWriter):
-    """Writes additional names of tensors, which refer to the same bytes."""
+    """A writer that also saves additional names of tensors (``aliases``), which refer to the same bytes."""
 
     aliases: dict[str, str]
 
@@ -154,7 +154,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """A planner of tensors that are read only when they are written, and of several chunks for each large tensor."""
+    """A planner that reads each tensor only when it is written, and splits large tensors into several chunks."""
 
     def __init__(self, found: ConversionSource) -> None:
         super().__init__()

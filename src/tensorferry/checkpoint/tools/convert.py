@@ -55,15 +55,15 @@ def convert(
         It may be in a bucket, in any form that :func:`tensorferry.open` accepts.
     target : str or PathLike
         The file to write, if the name ends in ".safetensors", or else the folder. The suffix of another file format,
-        such as ".pt" or ".npz", is refused. An existing file or model of the same
-        format is replaced, durably, when everything has been written.
+        such as ".pt" or ".npz", is refused. An existing file or model of the same format is replaced, durably, when
+        everything has been written.
     to : "auto", "dcp" or "safetensors"
         The format of the folder. "auto" converts safetensors to a checkpoint, and all other formats to safetensors.
     max_shard_nbytes : int or str
         As for :func:`tensorferry.safetensors.sharded.save_sharded`.
     tensors_only : bool
-        Leave out objects that are not tensors, attributes of tensors, and metadata in which safetensors files differ,
-        rather than refuse them.
+        Leave out what the target cannot hold, rather than refuse it: objects that are not tensors, attributes of
+        tensors, and metadata in which safetensors files differ.
     trust_pickle : bool
         As for :class:`tensorferry.checkpoint.FileSystemReader`.
     progress : function of a Progress, optional

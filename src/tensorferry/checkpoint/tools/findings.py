@@ -52,7 +52,7 @@ class Report:
 
 
 class Audit:
-    """Collects a report, and measures progress; each format has a subclass that checks."""
+    """Collects a report, and measures progress. The formats have subclasses that do the checks."""
 
     def __init__(self, path: str, progress: Listener | None) -> None:
         self.report = Report(path)
@@ -66,9 +66,11 @@ class Audit:
         return self.report
 
     def problem(self, error: Exception, path: str = "") -> None:
-        """Add a problem; ``path`` is where an error without a file occurred.
+        """Add an error to the report as a problem; ``path`` is the file for an error that names none.
 
-        An error of another type than CheckpointError and OSError is one that no check has foreseen.
+        An error that the progress function has raised is not a problem of the checkpoint, and is raised again. An error
+        of another type than CheckpointError and OSError comes from damage that no check has foreseen: it is reported as
+        a CheckpointError.
         """
         if error is self._listener_error:
             raise error
@@ -83,7 +85,8 @@ class Audit:
         assert self._progress is not None
         try:
             self._progress(progress)
-        except Exception as error:  # not a problem of the checkpoint: problem() raises it
+        except Exception as error:
+            # problem() recognizes this error by its identity, and raises it rather than report it.
             self._listener_error = error
             raise
 

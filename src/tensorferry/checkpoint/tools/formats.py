@@ -49,7 +49,8 @@ class ConversionSource(NamedTuple):
     others : list of str
         The names of objects that are not tensors.
     metadata : dict of str to str
-        The metadata in safetensors headers, which include additional names of tensors.
+        The metadata in safetensors headers. For tied weights they map each additional name of a tensor to the name
+        under which the tensor is stored.
     """
 
     tensors: dict[str, TensorStorageMetadata]
@@ -59,7 +60,7 @@ class ConversionSource(NamedTuple):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The tensor's name for each additional name."""
+        """Maps each additional name of a tensor to the name under which the tensor is stored."""
         return {
             name: own
             for name, own in self.metadata.items()
@@ -84,7 +85,7 @@ class Tools(Protocol):
     def write(
         self, found: ConversionSource, folder: Path, shard_nbytes: int, progress: Listener | None
     ) -> Throughput:
-        """Write a folder; only for a format with ``marks``."""
+        """Write a folder; only formats with ``marks`` (:class:`Format`) have this function."""
 
 
 class Format(NamedTuple):
@@ -103,7 +104,8 @@ class Format(NamedTuple):
     is_folder : function of a path, optional
         Whether a folder has this format.
     marks : tuple of str
-        Suffixes of files that make readers recognize a folder. Without them `convert` does not write this format.
+        Suffixes of the files by which readers recognize a folder of this format. If there are none, `convert` does not
+        write the format.
     becomes : str
         The format to which ``convert --to auto`` converts files of this format.
     keeps_checksums : bool
@@ -195,7 +197,7 @@ def _is_torch_file(path: str, head: bytes) -> bool:
             )
         if other := wrong_download(head):
             raise NotACheckpointError(other, path)
-        # Beginning or end may be damaged: it is enough if one of them is that of an archive.
+        # One of the two may be damaged: the file counts as an archive if its beginning or its end is that of one.
         if not zips.begins(head) and not zips.ends(tail):
             what = (
                 "it is empty"

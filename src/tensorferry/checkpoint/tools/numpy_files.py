@@ -78,7 +78,9 @@ def find_source(path: str, **_options: object) -> ConversionSource:
         name, dims = place.name or Path(path).stem, tuple(range(len(place.shape)))
         try:
             if name in found:
-                raise SafetensorError("there are two: an array without a name gets the file's name")
+                raise SafetensorError(
+                    "there are two arrays of this name (one without a name gets the file's)"
+                )
             if place.begin is None:
                 raise SafetensorError(
                     "it is compressed, and cannot be read in parts (remedy: write it with numpy.savez)"

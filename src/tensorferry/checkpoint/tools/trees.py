@@ -1,8 +1,8 @@
 """The tensors in a pickle of torch.save, with names made of the keys that lead to them; no objects are created.
 
-Any class or function may occur in the pickle. A placeholder with the arguments, items and state takes the place of its
-result, so tensors inside modules or optimizers are found as well. A tensor that is stored under several names is found
-under each of them.
+Any class or function may occur in the pickle. Instead of its result there is a placeholder with the arguments, items
+and state that the pickle gives it, so tensors inside modules or optimizers are found as well. A tensor that is stored
+under several names is found under each of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
 )
 
-# Longer than any real name. Keys cost nothing to repeat in a pickle, so the length must be limited; longer names are
-# cut.
+# The limit for a name, longer than any real one; longer names are cut. A small pickle can use one long key at every
+# level of nested dicts, so without a limit its names could need any amount of memory.
 MAX_NAME = 256
 _MAX_DEPTH, _MAX_NODES = 100, 1_000_000
 # Prefixes of the functions with which torch rebuilds tensors.
 _TENSOR_MAKERS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
-# The classes of plain tensors, and the attributes by which torch marks buffers: a conversion may drop both.
+# The classes of plain tensors, and the attributes by which torch marks buffers: a conversion loses nothing by dropping
+# both.
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _OF_BUFFERS = ("persistent", "_is_buffer")
 
@@ -52,15 +53,16 @@ def named_tensors(
     Raises
     ------
     CheckpointError
-        The data are not a pickle of torch.save, or describe more than a million tensors. With ``others`` also: a tensor
-        is of an unknown kind, or the containers are nested too deeply.
+        The data are not a pickle of torch.save, or have more than a million tensors and containers. With ``others``
+        also: a tensor is of an unknown kind, or the containers are nested too deeply.
     """
     try:
         root, _ = pickles.loads(pickled, _NAMES, blobs.storage_of)
     except (MalformedError, RefusedError) as error:
         raise CheckpointError(f"its pickle cannot be read ({error})", path) from None
     found: list[tuple[str, PickledTensor]] = []
-    # The containers around the current value: containers may contain each other, or themselves.
+    # The ids of the containers around the current value. A container that is around itself is not traversed again,
+    # which would never end.
     above: list[int] = []
     todo = [("", root, 0)]
     count = 0
@@ -68,7 +70,7 @@ def named_tensors(
         name, value, depth = todo.pop()
         count += 1
         if count + len(todo) > _MAX_NODES:
-            raise CheckpointError("its pickle describes more than a million tensors", path)
+            raise CheckpointError("its pickle has more than a million tensors and containers", path)
         if type(value) is PickledTensor:
             found.append((name or _ROOT, value))
             continue

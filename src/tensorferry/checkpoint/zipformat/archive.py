@@ -6,8 +6,12 @@ payload; the central directory, at the end of the archive; and the record `.data
 hash of the CRC-32s of all records, and which has its own CRC-32.
 
 So torch first writes an archive without payloads (`torch.serialization.skip_data`), and this module finds the places of
-these numbers in it. The module checks the structure of every archive: if torch wrote other numbers than expected, the
-archive is refused, and the caller saves with torch alone.
+these numbers in it. Each place is a :class:`tensorferry.transfer.streams.Field`. The file is then written by a stream,
+as a sequence of arrays, its segments. The stream computes the CRC-32 of each segment, and fills in the fields that
+depend on it.
+
+The module checks the structure of every archive: if torch wrote other numbers than expected, the archive is refused,
+and the caller saves with torch alone.
 """
 
 from __future__ import annotations

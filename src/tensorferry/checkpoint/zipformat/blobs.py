@@ -1,8 +1,9 @@
 """Locating the payload in a blob that torch.save(tensor) wrote, where the metadata does not have its location.
 
-The zip directory at the end and the pickle at the beginning give the location and order of the elements; the payload
-between them is not read. The pickle is read by an unpickler that only creates descriptions. Blobs that differ from
-those of dense tensors are left to torch.load.
+A blob is a zip archive; its payload is the byte range of the tensor's elements. The zip directory at the end and the
+pickle at the beginning give the location and order of the elements; the payload between them is not read. The pickle is
+read by an unpickler that only creates descriptions. Blobs that differ from those of dense tensors are left to
+torch.load.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def examine_range(
     read, crc_of : function of (begin, end)
         Return bytes of the blob, or their CRC-32.
     """
-    # Beginning or end may be damaged: it is enough if one of them is that of an archive.
+    # One of the two may be damaged: if the beginning or the end is that of an archive, check the blob as an archive.
     if not zips.begins(read(0, 4)) and not zips.ends(read(max(0, nbytes - zips.END.size), nbytes)):
         return Verdict(None, False)
     try:

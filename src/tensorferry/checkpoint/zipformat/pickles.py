@@ -1,9 +1,11 @@
 """A safe unpickler: a small pickle machine that creates only plain values, and resolves names by a table.
 
 Python's unpicklers look a name up, call it, and set attributes of any object. Here a name becomes a
-:class:`Constructor`, which only this machine can call, so a pickle never gets access to objects of the process. Memory
-and time are proportional to the length of the pickle: the memo is a dict, memory is only allocated for bytes that are
-present, and hashed values are small.
+:class:`Constructor`, which only this machine can call, so a pickle never gets access to objects of the process.
+
+Memory and time are proportional to the length of the pickle. The memo is a dict, so a large index in the pickle does
+not make it grow. Memory is only allocated for bytes that are present, whatever length the pickle announces. Values that
+are hashed are small.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 
 _WORD = struct.Struct("<I").unpack_from
 _TWO_LINES = re.compile(rb"([^\n]*)\n([^\n]*)\n")
-# The limit for the nodes of a dict key. Nested tuples are hashed recursively and repeatedly, without a depth limit, and
-# nested frozensets are compared in the same way.
+# The maximum number of values in a dict key, its nested values included. Python hashes nested tuples, and compares
+# nested frozensets, recursively, repeatedly and without a depth limit: a larger key could overflow the stack or take
+# very long.
 _MAX_KEY_NODES = 256
 # Types that a dict key may consist of, as they are hashed quickly and without running code. A frozenset is traversed.
 _PLAIN = frozenset(
@@ -53,14 +56,14 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 class RefusedError(Exception):
     """A pickle has something that is not created without trust, such as a class or function that is not in the table.
 
-    The message names the refused thing, and callers put it after "it contains".
+    The message names the class, function or object that is refused, and callers put it after "it contains".
     """
 
 
 class MalformedError(Exception):
     """The data are not a pickle, or are invalid for an object that the pickle names.
 
-    The message names the invalid thing.
+    The message says what is invalid.
     """
 
 
@@ -159,7 +162,7 @@ def loads(
     persistent : function of an identity, optional
         Returns the object outside the pickle, such as a storage, that a persistent id refers to.
     older : mapping of str to str, optional
-        The current names of modules that had other names.
+        Maps former names of modules, as old pickles have them, to their current names.
     begin : int
         The offset of the pickle.
     trusted : mapping of str to object, optional
@@ -486,7 +489,7 @@ _REFUSED_CODES = {
 
 
 def checked_keys(values: Any) -> Any:
-    """Return ``values`` if hashing them is quick, and runs no code of an unknown class.
+    """Return ``values`` if they may be hashed: this is quick, and runs no code of an unknown class.
 
     Raises
     ------

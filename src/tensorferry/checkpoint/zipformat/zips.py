@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     Bytes = bytes | bytearray | memoryview
     Fields = tuple[int, ...]
 
-# Both begin with: signature, version (the entry has two), flags, method, time, date, CRC-32, packed size, size, and the
-# lengths of name and extra field. An entry has further fields after these.
+# A local header and an entry of the directory begin with the same fields: signature, version (the entry has two),
+# flags, method, time, date, CRC-32, packed size, size, and the lengths of name and extra field. An entry has further
+# fields.
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 ENTRY = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
@@ -278,7 +279,7 @@ def _directory_range(read: Callable[[int, int], bytes], nbytes: int) -> tuple[in
 
 
 def _replace_wide(extra: Bytes, values: list[int]) -> list[int]:
-    """Return the 32-bit numbers of an entry, with those replaced that are in its zip64 field."""
+    """Return the numbers of an entry; one that does not fit in 32 bits is replaced by that in the zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, position)
@@ -290,7 +291,10 @@ def _replace_wide(extra: Bytes, values: list[int]) -> list[int]:
 
 
 def pack_header(name: bytes, nbytes: int, crc: int, at: int, alignment: int = 1) -> bytes:
-    """Return a local header at ``at``, padded so that data are aligned; for 4 GiB and more it has no size."""
+    """Return a local header for the offset ``at``, padded so that the data are aligned.
+
+    It does not have the size of data of 4 GiB and more, which only the directory has.
+    """
     padding = -(at + LOCAL_HEADER.size + len(name)) % alignment
     short = min(nbytes, MAX_32)
     fields = (_VERSION, 0, 0, 0, 0, crc, short, short, len(name), padding)
