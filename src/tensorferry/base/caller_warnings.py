@@ -1,4 +1,8 @@
-"""Warnings that refer to a line of the caller's code: the line that called, or that started a failed operation."""
+"""Warnings that refer to a line of the caller's code: the line that called this package.
+
+For an operation in the background, it is the line that started the operation, and not the line that runs when the
+operation fails.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from tensorferry import _core
 # A file's name and a line's number.
 Line: TypeAlias = "tuple[str, int]"
 
-# The package's folder. To find the caller's line, the core skips the stack frames of files in this folder. os.path is
-# used, because importing pathlib would take milliseconds.
+# The package's folder. To find the caller's line, the native core (_core) skips the stack frames of files in this
+# folder. os.path is used, because importing pathlib would take milliseconds.
 PACKAGE = os.path.abspath(f"{__file__}/../..") + os.sep  # noqa: PTH100
 
 # One registry for each of the callers' files. warnings.warn_explicit() records in it which warnings it has shown, which

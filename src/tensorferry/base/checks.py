@@ -34,7 +34,7 @@ _READ_URL = re.compile(
 
 # The units of parse_nbytes(), for sizes of memory, blocks and benchmark files: powers of 1024, as in DeepSpeed and fio.
 # The units of decimal_nbytes(), for the sizes of shards only: powers of 1000, as in huggingface_hub, so the same text
-# gives the same shards. Texts that huggingface_hub does not know ("5G", "5GiB") are refused there.
+# gives the same shards. decimal_nbytes() refuses texts that huggingface_hub does not know ("5G", "5GiB").
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -146,7 +146,9 @@ def decimal_nbytes(size: int | str, name: str) -> int:
 
 
 def direct_mode(direct: Direct) -> str:
-    """Return the core's name for a value of ``direct``, the choice when to bypass the page cache (O_DIRECT).
+    """Return the name that the native core (``_core``) has for a value of ``direct``.
+
+    The value decides when transfers bypass the page cache (O_DIRECT).
 
     Raises
     ------
@@ -176,7 +178,7 @@ def checked_path(path: Path, name: str = "path") -> str:
     if ":/" in text and _URL.match(text):
         raise ValueError(
             f"{name}: expected a local path, got the URL {path!r} (remedy: use a local folder, or one where the "
-            "storage is mounted; only tensorferry.open and the functions that load models and checkpoints read buckets)"
+            "storage is mounted; only tensorferry.open and the functions that load models and checkpoints read URLs)"
         )
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} contains a null character")

@@ -1,5 +1,8 @@
 """Locks of files (F_OFD_SETLK, fcntl(2)) and directories (flock(2)), released when the process that set them ends.
 
+A *reader* loads files of a directory and sets a shared lock on the directory. A *writer* replaces or removes files
+there and sets an exclusive lock.
+
 Both kinds of lock belong to an open file description. Unlike POSIX locks, which belong to a process, they work between
 threads, and closing another descriptor of the same file does not release them. A forked child shares the descriptions,
 so it must close the descriptors that it has inherited: otherwise a lock could outlive the process that set it.
@@ -28,7 +31,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 # reader_lock() waits at most _MAX_WAIT_SECONDS for a writer that has locked the directory exclusively. A writer only
 # renames or removes files in the directory meanwhile, which is quick. writer_lock() waits at most
-# _MAX_OTHER_SAVE_SECONDS for other holders. Both try again every _POLL_SECONDS.
+# _MAX_OTHER_SAVE_SECONDS for other holders of a lock on the directory. Both try again every _POLL_SECONDS.
 _MAX_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 _MAX_OTHER_SAVE_SECONDS = 2.0
@@ -88,8 +91,8 @@ def writer_lock(directory: str | os.PathLike[str], name: str) -> Iterator[bool]:
     """
     descriptors = _open_all(directory, name, os.O_RDWR)
     try:
-        # Retry for a while, because another save holds the lock only for a short time. A load holds it for longer than
-        # this loop waits.
+        # Retry for a while: another writer holds the lock only for a short time. A reader may hold it for longer than
+        # this loop waits, and then the lock is not obtained.
         limit = time.monotonic() + _MAX_OTHER_SAVE_SECONDS
         while not (found := _lock(descriptors, fcntl.LOCK_EX)) and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)

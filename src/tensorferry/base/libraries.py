@@ -31,9 +31,10 @@ def cufile_folders() -> list[str]:
 
 
 def cufile_libraries() -> list[str]:
-    """Return the paths of the cuFile libraries that exist, in the order in which the core tries them.
+    """Return the paths of the cuFile libraries that exist, in the order in which the native core tries to load them.
 
-    No library is loaded, because loading cuFile initializes CUDA and writes a log file into the current folder.
+    This function loads none of them, because loading cuFile initializes CUDA and writes a log file into the current
+    folder.
     """
     chosen = os.environ.get("TENSORFERRY_LIBCUFILE")
     if chosen:

@@ -1,6 +1,7 @@
 """Mounts, from the kernel's list in /proc.
 
-This module imports very little, because the first handle that uses a profile imports it and waits for the import.
+This module imports very little. If *profiles* are stored (settings that ``tensorferry tune`` has measured for file
+systems), the first use of a file in a process imports this module, and waits for the import.
 """
 
 from __future__ import annotations

@@ -158,7 +158,10 @@ class Interrupts:
         self._handlers: dict[int, Any] = {}  # the handlers that _record has replaced
 
     def was_repeated(self) -> bool:
-        """Return whether SIGINT has arrived twice during the block; the operation should then not wait for a drive."""
+        """Return whether SIGINT has arrived twice during the block.
+
+        The user then wants to stop now, and the operation should end even its waits for a drive.
+        """
         return self._count > 1
 
     @contextlib.contextmanager
@@ -173,13 +176,15 @@ class Interrupts:
             return
         self._count = 0
         replaced = []
-        # A handler may raise between any two lines here, while some signals already have _record and others do not.
+        # A handler may raise between any two lines here, while some signals already have _record and others do not. So
+        # the replacement is inside the try block: the finally block restores the handlers that were replaced by then.
         try:
             self._defers = True
             for number in _SIGNALS:
                 handler = signal.getsignal(number)
                 if callable(handler):
-                    # If an earlier block could not restore a handler, it is in _handlers already.
+                    # A block that was interrupted before it could restore a signal's handler has left _record there.
+                    # The original handler is then still in _handlers.
                     if handler != self._record:
                         self._handlers[number] = handler
                     replaced.append(number)

@@ -230,7 +230,8 @@ class Window(NamedTuple):
     begin, nbytes : int
         The range, counted from the tensor's first byte.
     row : int
-        The row of the result, numbered over all combinations of positions in the dimensions before ``split``.
+        The number of the combination of positions in the dimensions before ``split``. The result has one row for each
+        combination (which is not a row of :func:`rows`).
     first, stop : int
         The window has the selected positions number ``first`` to ``stop`` (exclusive) of the dimension ``split``.
     """

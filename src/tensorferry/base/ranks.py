@@ -1,5 +1,8 @@
 """Collective operations of ranks: an error of one rank is raised on all, and ranks send memory to each other.
 
+A rank is one of the processes of a torch process group. A collective operation is complete only when all ranks of the
+group have called it. So if one rank raised an error and the others did not, they would wait for it in vain.
+
 This module imports torch.distributed, so import it only when there is a process group.
 """
 
@@ -42,7 +45,8 @@ class Ranks:
     def call(self, function: Callable[[], T]) -> list[T]:
         """Call a function on each rank, and return the results of all ranks; a result should be small.
 
-        If ranks fail, all ranks raise the error of the first one that failed, which makes them take the same decision.
+        If the function raises on some ranks, all ranks raise the error of the lowest of these. So all of them take the
+        same decision.
         """
         answer: list[T] = []
         own: BaseException | None = None
@@ -84,7 +88,7 @@ class Relay:
         Raises
         ------
         Exception
-            The error of the first rank that failed.
+            The error of the lowest rank that failed.
         RuntimeError
             A rank has called :meth:`leave`.
         """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensorferry.offload.training import Training
     from tensorferry.offload.weights import WeightStream
 
-# Functions that can be answered from shape, dtype and device.
+# Functions whose results depend only on a tensor's shape, dtype and device.
 _METADATA_FUNCTIONS = {
     "__len__",
     "dim",
@@ -58,7 +58,7 @@ class AbsentParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer questions about metadata, and raise for all other operations."""
+        """Perform operations that need only shape, dtype and device, and raise for all others."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         name, asked, is_attribute = question(func)
@@ -107,7 +107,11 @@ class AbsentParameter(nn.Parameter):
 
 
 def question(func: Callable[..., Any]) -> tuple[str, bool, bool]:
-    """Return the name of an operation, whether metadata answers it, and whether it reads or sets an attribute."""
+    """Return the name of an operation that torch passes to ``__torch_function__``, and two flags.
+
+    The first flag is whether shape, dtype and device suffice to perform the operation, without the tensor's values. The
+    second one is whether the operation reads or sets an attribute.
+    """
     name = getattr(func, "__name__", str(func))
     if name not in ("__get__", "__set__"):
         return name, name in _METADATA_FUNCTIONS, False
@@ -160,9 +164,9 @@ def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> No
     leaves = _pytree.tree_leaves((args, kwargs))
     name = next((one.weight_name for one in leaves if isinstance(one, AbsentParameter)), "")
     raise RuntimeError(
-        f"the weight {name} is not in memory: it is there only while its module runs, and {operation} uses it outside "
-        "of that. If a module's forward() uses parameters of modules below it, pass its class to stream_weights() in "
-        "blocks="
+        f"the weight {name} is not in memory: it is there only while its module runs, and {operation} uses it at "
+        "another time. If a module's forward() uses parameters of modules below it, pass the module's class to "
+        "stream_weights() in blocks="
     )
 
 

@@ -1,7 +1,7 @@
 """Allocator of ranges within one block of memory. It only computes offsets.
 
-Temporary ranges are taken from the low end and lasting ranges from the high end. So lasting ranges do not divide the
-space from which temporary ranges are taken.
+Temporary ranges are taken from the low end of the block and lasting ranges from the high end. Lasting ranges that lay
+between temporary ones would divide the free space, and a large temporary range might not fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALIGN_NBYTES = 4096
 
 
 class Arena:
-    """Ranges of a memory block of ``nbytes`` bytes, each identified by its owner."""
+    """Ranges of a memory block of ``nbytes`` bytes. Each has an owner: the hashable object for which it was taken."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -29,7 +29,7 @@ class Arena:
         return sum(end - begin for begin, end in self._taken.values())
 
     def take(self, owner: Hashable, nbytes: int, *, stays: bool = False) -> int | None:
-        """Return the offset of a free range for ``owner``, or None if no free range is long enough.
+        """Take a free range for ``owner``, and return its offset, or None if no free range is long enough.
 
         The range has ``nbytes`` rounded up to whole pages. With ``stays``, it is a lasting range.
         """

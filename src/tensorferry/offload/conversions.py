@@ -2,8 +2,10 @@
 
 A checkpoint may name and split its tensors differently from the model: transformers 5 saves the experts of Mixtral one
 by one, and the model has them in one parameter. The rules of transformers consist of renamings and of converters.
-Converters apply operations such as stack, concatenate and chunk to tensors. This module gives them tensors of row
-numbers instead of values. The results show which rows of the files form a parameter, and no tensor is read.
+Converters apply operations such as stack, concatenate and chunk to tensors. A *row* is the elements of a tensor along
+its last dimension; in a tensor of one dimension, each element is a row. This module numbers the rows of the tensors in
+the files, and gives the converters tensors of row numbers instead of values. The results show which rows of the files
+form a parameter, and no tensor is read.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Operations that only reorder rows.
+# Operations of converters that only reorder rows.
 _MOVING = {"Chunk", "Concatenate", "Interleave", "MergeModulelist", "Split", "SplitModulelist"}
 # A limit on the pieces of a parameter: each piece is a separate read.
 _MAX_PIECES = 4096
@@ -37,7 +39,7 @@ class Elements(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A parameter as a sequence of consecutive pieces."""
+    """A parameter's shape, and the pieces of tensors in the files that form it, one after the other."""
 
     shape: tuple[int, ...]
     pieces: list[Elements]
@@ -134,11 +136,12 @@ class _Conversion:
         self._converter = converter
         self._names: list[str] = []
         self._begins = [0]  # the first row number of each tensor, and the end
-        # The last dimension, if rows are numbered rather than elements.
+        # The shape of a row: (the length of the last dimension,), or () for tensors of one dimension. None before the
+        # first add().
         self._row: tuple[int, ...] | None = None
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:
-        """Add a tensor of the files as a tensor of consecutive row numbers."""
+        """Give the converter a tensor of consecutive row numbers in place of a tensor of the files."""
         row = shape[-1:] if len(shape) > 1 else ()
         if self._row not in (None, row):
             raise self._refusal(f"{self._names[0]} and {name} have different shapes")
@@ -148,8 +151,8 @@ class _Conversion:
         self._begins.append(begin + math.prod(shape[: len(shape) - len(row)]))
         rows = torch.arange(begin, self._begins[-1], device="cpu")
         counted = rows.view(*shape[:-1], 1) if row else rows.view(shape)
-        # A trailing dimension of 1 takes the place of the row's elements: a converter may reorder rows, but
-        # not the elements within a row.
+        # The last dimension has length 1 here, with the row's number in place of its elements. A converter may reorder
+        # rows. If it splits or joins them, the last dimension gets another length, and _layout() refuses that.
         self._converter.add_tensor(self._target, name, pattern, counted)
 
     def layouts(self, model: Any) -> dict[str, Layout]:

@@ -24,7 +24,7 @@ STEPS = 12
 # A step of more than 1000 operations is repeated only until its state has been unchanged for 4 steps.
 _MANY_OPERATIONS, _SETTLED_STEPS = 1000, 4
 
-# Larger tensors are never computed, even if they are not derived from the parameter.
+# Operations on tensors with more elements are never executed, even if the tensors are not derived from the parameter.
 MAX_COMPUTED = 1024
 
 # A limit: a loop that waits for a certain value would never end, because a dry run has no values.
@@ -44,7 +44,8 @@ class DryRunResult(NamedTuple):
     """The result of a dry run.
 
     ``state`` is the parameter's state after some steps; its tensors have shapes and no values. ``pointwise`` tells
-    whether every operation treated each element independently. ``trace`` lists the operations.
+    whether every operation treated each element independently. ``trace`` lists the recorded operations, each with the
+    numbers and dtypes among its arguments.
     """
 
     state: dict[Any, Any]
@@ -72,11 +73,11 @@ def dry_run(
     step : callable
         Steps this parameter and no other.
     param : torch.Tensor
-        In host memory or on the ``meta`` device, like its gradient; neither is read or written.
+        In host memory or on the ``meta`` device, like its gradient. The values of both are neither read nor written.
     state_of : callable
         Returns the parameter's state.
     answer : bool
-        The answer to each question whether values meet a condition.
+        The result of each comparison of values on which the step branches: a dry run has no values to compare.
     steps : int
         The number of steps.
 
@@ -284,7 +285,10 @@ class NotPointwiseError(Exception):
 
 
 class PieceGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises in a real step before an operation that is not element-wise gets a piece as input."""
+    """Raises in a real step before an operation that is not element-wise gets a piece of a parameter as input.
+
+    A piece is recognized by its shape: ``lengths`` are the numbers of elements of the pieces.
+    """
 
     _known: dict[Any, bool] = {}  # noqa: RUF012 (shared by all instances)
 

@@ -1,9 +1,10 @@
 """Embeddings with a weight that stays on the drive: the rows of each batch are read, if possible ahead of its use.
 
-Each batch of ids becomes a :class:`_BatchRead`: cached rows are copied, and all other rows are one read of the table.
-The read begins either in ``prefetch``, and then a pipeline holds the batch, or in ``forward``. A forward pass uses a
-prefetched batch with the same ids without a copy. Otherwise it copies the rows that prefetched batches have, and reads
-the rest.
+The weight is a :class:`~tensorferry.Table`; an id is the number of a row in it. Each batch of ids becomes a
+:class:`_BatchRead`: rows that are in the cache are copied from it, and one read of the table gets all other rows. The
+read begins either in ``prefetch`` or in ``forward``. A ``Pipeline`` holds the prefetched batches and limits their
+memory. A forward pass uses a prefetched batch with the same ids without a copy. Otherwise it copies the rows that
+prefetched batches have, and reads the rest.
 
 A prefetch is a hint. If it fails, the forward pass reads its rows again, and raises if that fails.
 """
@@ -63,7 +64,7 @@ class _BatchRead(Read):
 
     @property
     def memory_nbytes(self) -> int:
-        """Memory for the rows, and with a cache also for the rows that are read."""
+        """The memory for all rows. With a cache, the rows that are read need a tensor of their own in addition."""
         return 2 * self.nbytes if self._cached else self.nbytes
 
     def begin(self) -> None:
@@ -153,7 +154,10 @@ class _TableReader:
             cache.changing = False
 
     def prefetch(self, ids: Ids) -> bool:
-        """Begin to read a batch if there is room for it. To make room, drop batches of forward passes that are over."""
+        """Begin to read a batch if there is room for it, and return whether the read has begun.
+
+        To make room, drop batches that were expected to be used by forward passes which are over.
+        """
         if not len(ids):
             return True
         with self._pipeline.lock:
@@ -185,7 +189,8 @@ class _TableReader:
             # If the prefetch has failed, the rows are read again below, which may raise.
             with contextlib.suppress(StorageError):
                 rows = same.finish(self)
-                # The caller owns the rows; the pipeline may keep the batch for a while.
+                # The caller owns the rows now. The pipeline may keep the batch for a while, which must not keep the
+                # rows' memory alive.
                 same.rows = self.new_rows(0)
                 self.counts["prefetched_rows"] += len(ids)
                 return rows

@@ -9,9 +9,12 @@ no gradient during the call, and the optimizer skips them. For a piece of a para
 parameter are replaced by those of the piece. An optimizer that also handles parameters without gradients gets groups
 that contain only the bucket's parameters.
 
-A stand-in is lent where the user's parameter cannot be: for a master, which has another dtype (assigning data of
-another dtype drops the hooks that DistributedDataParallel has put on the parameter's gradient); for a copy in host
-memory; and for this rank's part of a DTensor.
+A *stand-in* is a parameter that is lent where the user's own cannot be: for a master, which has another dtype
+(assigning data of another dtype drops the hooks that DistributedDataParallel has put on the parameter's gradient); for
+a copy in host memory; and for this rank's part of a DTensor. The *target* of a parameter is the tensor that the
+optimizer gets for it: the parameter itself, or its stand-in.
+
+Before the first step, trials with small data have shown that the optimizer may be called in this way (``probe.py``).
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class Lender:
     on_host : bool
         Step parameters of other devices as copies in host memory.
     alone : bool
-        Groups contain only the lent parameters during a call, with or without gradients.
+        Whether groups contain only the lent parameters during a call, with or without gradients. Some optimizers need
+        this, because they also handle parameters without gradients.
     """
 
     def __init__(
@@ -187,7 +191,8 @@ class Lender:
         units = [unit for unit in units if self.has_work(unit)]
         checked = _unit_to_check(units) if check else None
         expected = self._step_copy(checked, memory, function) if checked is not None else None
-        # Counters advance once per step: each call but the first starts from the values that the step began with.
+        # Counters in groups and attributes must advance once per step, and not once per call. So each call but the
+        # first starts from the values that the step began with.
         if self._values_after is not None or expected is not None:
             self._snapshot.restore()
         makes_state = any(unit.leaves is None for unit in units)
@@ -215,7 +220,8 @@ class Lender:
             optimizer.state = defaultdict(dict)
             for unit, target, own in lent:
                 self._take_back(unit, target, own, memory)
-        # The optimizer allocated this state itself, on the heap. Free it now, before the next bucket does the same.
+        # The optimizer has created state for these units, in heap memory outside of the budget, and keep_state() has
+        # copied it into the bucket. Free the heap memory now, before the optimizer creates state for the next bucket.
         if makes_state:
             del state
             trim_heap()
@@ -368,7 +374,8 @@ class Lender:
         if stepped.data_ptr() != piece.data_ptr() or unit.master is not None:
             piece.copy_(stepped)
 
-    # If the whole state fits in memory, the optimizer keeps it, and one call steps all parameters.
+    # If the whole state fits in memory, the optimizer keeps it in its own `state`, without buckets, and one call steps
+    # all parameters.
 
     def call_in_memory(self, function: Callable[[], Any]) -> None:
         """Call a method of the optimizer for all parameters, with the state that the optimizer holds itself."""
@@ -437,7 +444,8 @@ def only_params(
 class GradientElsewhere(NamedTuple):
     """A gradient for which the optimizer gets another tensor than the parameter's ``grad``."""
 
-    given: torch.Tensor  # identifies the gradient, to recognize a changed one
+    # The gradient before the step; its identity and version show whether a user has changed it since.
+    given: torch.Tensor
     kept: torch.Tensor | None  # the parameter's ``grad`` after the step
     lent: Callable[[], torch.Tensor]  # returns the gradient for the optimizer
 
@@ -445,7 +453,8 @@ class GradientElsewhere(NamedTuple):
 def _redistribute(param: torch.Tensor, grad: Any) -> Any:
     """Return a DTensor gradient redistributed to its parameter's placements, which sums partial gradients over ranks.
 
-    This is a collective operation. It runs for all parameters before the first step, in the same order on all ranks.
+    This is a collective operation. So it runs at the beginning of each step for all parameters, in the same order on
+    all ranks, and not when a bucket is stepped.
     """
     placements = getattr(param, "placements", None)
     if (
@@ -459,7 +468,11 @@ def _redistribute(param: torch.Tensor, grad: Any) -> Any:
 
 
 def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> None:
-    """Copy those elements of a parameter into its master that have been written since the master's last step."""
+    """Copy those elements of a parameter into its master that have been written since the master's last step.
+
+    Without such a write, an element of the parameter is equal to that of the master, rounded to the parameter's dtype.
+    If ``known`` is false, the master has no values yet, and gets all elements.
+    """
     value = value.to(master.device)
     if not known:
         master.copy_(value)

@@ -1,5 +1,7 @@
 """Matching of a model's parameters and buffers to the tensors of files, and to the modules that use them.
 
+A parameter is *tied* if the model has it under several names.
+
 This module reads headers only, and no tensor data.
 """
 
@@ -64,8 +66,9 @@ class Matches:
     """The tensors of a model in its files."""
 
     found: list[Matched]
-    # Two tensors of the files for the same tied parameter, the one that counts first. With three names there are two
-    # pairs, of the second name with the first and of the third with the second; `found` has the third.
+    # Pairs of tensors in the files that are values of the same tied parameter: that of a later name, which counts, and
+    # that of the name before it. Three names in the files give two pairs: (second, first) and (third, second). `found`
+    # has the third.
     duplicates: list[tuple[Matched, Matched]]
     unexpected: list[str]  # names in the files that the model does not have
 
@@ -79,11 +82,12 @@ def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool =
     ------
     ValueError
         The files lack parameters or persistent buffers or have other shapes; or parameters require gradients or are
-        streamed already. With ``in_training`` parameters may require gradients, and those with values may be missing.
+        streamed already. With ``in_training``, parameters may require gradients, and the files may lack those that have
+        values in the model, that is, those that are not on the meta device.
     """
     tensors = {name: tensor for name, _, _, tensor, _ in _tensors(model)}
     if away := [name for name, tensor in tensors.items() if isinstance(tensor, AbsentParameter)]:
-        raise ValueError(f"model: {told(away)}: streamed already")
+        raise ValueError(f"model: {told(away)}: these weights are streamed already")
     learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
     if learning and not in_training:
         raise ValueError(
@@ -131,7 +135,7 @@ def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool =
 def _names_with_adapters(
     stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Stored]:
-    """Return tensors of the files under the names that they have in a model with peft's adapters."""
+    """Return tensors of the files under the names that peft gives the same parameters when it adds adapters."""
     before = {
         name: name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         for name in tensors
@@ -285,8 +289,8 @@ def _check_attributes(model: nn.Module) -> None:
     if lost:
         raise ValueError(
             f"model: {told(list(dict.fromkeys(lost)))}: these tensors are on the meta device, and files do not contain "
-            "them; make their modules outside of it, or make the model with accelerate's init_empty_weights(), which "
-            "moves only parameters to it"
+            "them; make their modules on the CPU, or make the model with accelerate's init_empty_weights(), which "
+            "moves only parameters to the meta device"
         )
     if duplicated:
         raise ValueError(

@@ -4,7 +4,14 @@ A *unit* is a parameter, or a piece of a large one, with its state. A *bucket* i
 state of some units that are stepped together (``plan.py``). The original optimizer does the arithmetic: the
 :class:`~tensorferry.offload.lending.Lender` calls it for one bucket at a time. The
 :class:`~tensorferry.offload.probe.Probe` finds out, in trials with small data, whether this gives the same result as
-one call for all parameters.
+one call for all parameters. A :class:`Sweep` is one pass over the buckets. During it, the
+:class:`~tensorferry.offload.residency.Residency` reads buckets into memory ahead of their use and writes stepped ones
+behind. If a GPU does the arithmetic, :class:`~tensorferry.offload.staging.Staging` copies buckets to it and back.
+
+A *master* is a copy of a parameter in another dtype, which is stepped instead of the parameter. *Handed-out states* are
+the states that users have read through :attr:`OffloadedOptimizer.state`; to *settle* them is to write those that users
+have changed back into the buckets (``view.py``). If the whole state fits in the memory budget, the original optimizer
+keeps it, and buckets are used only to save it.
 """
 
 from __future__ import annotations
@@ -113,7 +120,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._endurance_nbytes = endurance_nbytes
         self._committed = True  # whether the last complete step is committed
         self._earlier_commits = list(earlier)  # commits of an earlier run, the newest first
-        # Whether the next commit keeps the last one, to which all ranks can then go back.
+        # Whether the next commit keeps the last one: if a kill lets only some ranks commit, all can go back to it.
         self._keeps_previous = False
         self._threads = StepThreads()
         self._warned = False
@@ -127,7 +134,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._handed_out = HandedOutStates(self._put_back)
         # The result of `_patterns_now()` when the layout was planned, or at the end of the last step.
         self._patterns: list[Any] = []
-        # Entries of a loaded state that belong to no parameter.
+        # Entries of the state that belong to no parameter: torch allows any key in a state.
         self._extra_entries: dict[Any, Any] = {}
         # Whether `state` returns tensors mapped from the store, for state_dict().
         self._maps_state = False
@@ -148,7 +155,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         # Both optimizers share one list of groups and one set of hooks, so hooks registered earlier run once per step.
         kept, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = self.param_groups
-        optimizer.state = defaultdict(dict, state)  # the new state, if it stays in memory
+        # A copy, which becomes the state if it stays in memory. After a failure, the optimizer gets the old one back.
+        optimizer.state = defaultdict(dict, state)
         try:
             self._install(self._planned())
             self._fill(self._state_before)
@@ -213,8 +221,12 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         NotSeparableError
             The original optimizer did something that it had not done in the trials with small data before; the
             step is half done.
+        RuntimeError
+            An earlier run has committed a step in the directories, and neither :meth:`resume` nor
+            :meth:`discard_committed` was called; or a state that was read before an earlier step has been written to.
         TypeError, ValueError
-            A gradient is sparse, or a parameter's size has changed since it was added.
+            A gradient is sparse, or the optimizer needs one that is missing; a parameter has another shape, dtype or
+            strides than before; or the list of a group's parameters was changed directly.
         """
         loss = self._hooked_step(*(() if closure is None else (closure,)))
         if self._commit != "none" and not self._committed:
@@ -264,7 +276,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._storing():
             # The commit before the last one was kept for ranks that had not committed the last step. This step's
             # gradients are sums over all ranks, and a rank computes its part only after it has committed the last
-            # step. So now all ranks have committed it.
+            # step. So now all ranks have committed the last step, and none needs the commit before it.
             self._store.drop_previous()
         self._handed_out.settle()
         with self._interrupts.deferred():
@@ -360,9 +372,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             }
 
     def _order(self, wanted: Callable[[torch.Tensor], bool]) -> list[int]:
-        """Return the indexes of the buckets with the wanted parameters.
+        """Return the indexes of the buckets with the wanted parameters, in the order of a sweep.
 
-        The direction alternates from step to step, because the last buckets of a step are still in memory.
+        The direction alternates from step to step: the last buckets of a step are still in memory, and the next step
+        begins with them.
         """
         if self._in_memory:
             return []
@@ -406,7 +419,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._check_gradients()
         patterns = self._patterns_now()
         stays = patterns == self._patterns
-        # With the state in memory, one call steps all parameters as a whole, and these checks are not needed.
+        # With the whole state in memory, one call steps all parameters. Then it does not matter whether parameters may
+        # be stepped apart or in pieces.
         if not self._in_memory:
             self._check_apart()
             if stays and not self._pieces_may_stay():
@@ -435,7 +449,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     def _pieces_may_stay(self) -> bool:
         """Return whether pieces of parameters may still be stepped separately.
 
-        Try one parameter of each kind, and in addition another one in each step.
+        Try one parameter of each kind, and one more, which is a different one in each step.
         """
         cut = [
             param
@@ -486,7 +500,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     def _bring(self, bucket: Bucket | None) -> None:
         """Bring a bucket's parameters and gradients into memory; in this class they are always in memory.
 
-        With None, release those of the bucket that was brought last.
+        With None, release those of the bucket that was brought last, because no other bucket is stepped now.
         """
 
     def _patterns_now(self) -> list[Any]:
@@ -500,14 +514,15 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             return
         before = self._buckets
         states = self._mapped_state()
-        # Tensors of the user in a state in memory have changed the layout, and need a place in the new one, too.
+        # _mapped_state() has put the state into buckets. If the state was in memory and had tensors that the user put
+        # there, the layout was planned once more with them. Then `planned` lacks them, so plan it again, too.
         if self._buckets is not before:
             planned = self._planned()
         self._install(planned)
         self._fill(lambda param: states.get(param))
 
     def _go_on(self, residency: Residency, sweep: Sweep) -> None:
-        """Step the remaining buckets of a sweep, and end the step unless more buckets will follow (``sweep.ends``)."""
+        """Step the remaining buckets of a sweep. With ``sweep.ends``, no more buckets will follow, so end the step."""
         with self._interrupts.deferred(), self._timing(residency), self._with_scaling(sweep):
             self._sweep = sweep
             try:
@@ -569,8 +584,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             finally:
                 for stored in self._staging.stored() if self._staging is not None else ():
                     residency.release(stored, dirty=True)
-            # Without any gradient there is no bucket to step. Call the optimizer nevertheless: it may count the step in
-            # its groups.
+            # If no parameter has a gradient, there is no bucket to step. Call the optimizer nevertheless: it may count
+            # the step in its groups.
             if not sweep.order:
                 sweep.broken = True
                 lender.call([], torch.empty(0, dtype=torch.uint8, device="cpu"), sweep.function)
@@ -842,7 +857,9 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
         Until the next step, changes to a parameter's state have the same effect as in memory, in-place changes of its
         tensors included. After that step, the same tensors have the values of an earlier step, and a write to one of
-        them makes the following step raise RuntimeError.
+        them makes the following step raise RuntimeError. If states of more than 32 MiB have been read since the last
+        step, the read of another parameter's state already ends this period: changes up to then are kept, and a later
+        write to these states makes the next step raise.
         """
         return StateView(self)
 
@@ -977,8 +994,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._handed_out.settle()
-            # If the state leaves memory, it goes into buckets. Put it there before the group is added, because tensors
-            # of the user in it may need another layout.
+            # With the new group, the state may no longer fit in memory, and then it stays in buckets. Put it into
+            # buckets before the group is added: tensors that the user has put into it may need another layout of them.
             if self._in_memory:
                 with self._storing():
                     self._store_from_memory(residency)
@@ -1067,7 +1084,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         plan.check_budget(self._budget_nbytes, buckets, self._at_once())
 
     def _at_once(self) -> int:
-        """Return how many buckets must fit into memory together: with a GPU, some are being copied during a step."""
+        """Return how many buckets must fit into memory together.
+
+        With a GPU it is three: one is copied to the GPU, one is stepped there, and one is copied back.
+        """
         return 1 if self._device_to_stage_on() is None else plan.MIN_BUCKETS
 
     def _memory_for(self, buckets: Sequence[Bucket], *, in_memory: bool) -> int:
@@ -1271,7 +1291,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         ]
 
     def _bucket_reader(self) -> Callable[[Bucket], torch.Tensor]:
-        """Return a function that returns the bytes of a bucket, which keeps those of one bucket at a time."""
+        """Return a function that returns a bucket's bytes, in memory or read from the store.
+
+        The function keeps the bytes of the last bucket for the next call, because parameters share buckets.
+        """
         residency = self._usable(loading=True)
         held: dict[int, torch.Tensor] = {}
 
@@ -1418,7 +1441,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 def refused_step(*_: Any, **__: Any) -> Any:
     """Raise: this is the step() of an optimizer that has been offloaded."""
     raise RuntimeError(
-        "step(): this optimizer has been offloaded; call step() of the optimizer that offload_optimizer() returned"
+        "step(): this optimizer has been offloaded; call step() of the optimizer that offload_optimizer() or "
+        "offload_training() returned"
     )
 
 
@@ -1448,7 +1472,10 @@ def _units_by_param(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[tuple[
 
 
 def _layout_key(buckets: Sequence[Bucket]) -> list[Any]:
-    """Return the properties of a layout that are compared: if they differ, existing state must be moved."""
+    """Return the properties that two layouts must have in common for the state to stay where it is.
+
+    They are, for each parameter: whether it is cut into pieces, and the names, dtypes and shapes of its fields.
+    """
     return [
         (
             unit.index,
@@ -1513,7 +1540,7 @@ class Sweep:
 
 
 def ranks() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks: the processes of torch.distributed, or 1 without it."""
     return torch.distributed.get_world_size() if _is_distributed() else 1
 
 
@@ -1548,7 +1575,10 @@ def checked_options(
     commit: Commit,
     endurance: int | str | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Return the budget in bytes, and those options of an :class:`OffloadedOptimizer` that all kinds have; or raise."""
+    """Check options of ``offload_optimizer()`` and ``offload_training()``.
+
+    Return the budget in bytes, and the other options as keyword arguments of :class:`OffloadedOptimizer`.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
     if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:

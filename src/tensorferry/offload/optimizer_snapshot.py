@@ -59,7 +59,8 @@ _SKIPPED = ("logging", "threading", "_thread", "concurrent.futures", "multiproce
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
-# Types of variables in which a step may count.
+# The types of class attributes, global variables, closure variables and default arguments in which a step may count.
+# Variables of other types are not restored.
 _COUNTERS = (*ATOMS[:4], list, dict, set, deque)
 
 
@@ -119,7 +120,8 @@ class Snapshot:
             if tensor._version != version:
                 raise NotSeparableError(
                     f"{type(self._optimizer).__name__} cannot be offloaded: its step changes {name}, a tensor of "
-                    f"{tensor.numel()} elements that is not the state of a parameter"
+                    f"{tensor.numel()} elements that is not the state of a parameter, and which each bucket's step "
+                    "would change again"
                 )
 
     def _roots(self) -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,13 @@
 """Placement of optimizer state: cuts parameters into units and packs units into buckets.
 
 A unit is a parameter, or a piece of a large parameter if the optimizer treats each element independently. Its state
-consists of fields, which are tensors on drives, and of small values, which stay in memory. If the optimizer steps a
-copy of the parameter in another dtype (``master_dtype``), this copy, the *master*, is a field, too. A bucket is one
-tensor in the store: the fields of several small units, or of one piece. Units and buckets depend on the parameters and
-the optimizer and never on the memory budget, so state that was stored with one budget can be used with any other. This
-module only computes the layout and moves no data.
+consists of fields, which are tensors on drives, and of small values, which stay in memory. Both are *leaves* of the
+state, that is, values in its dicts and lists. If the optimizer steps a copy of the parameter in another dtype
+(``master_dtype``), this copy, the *master*, is a field, too. A bucket is one tensor in the store: the fields of one
+large unit, or of several units that fit together.
+
+Units and buckets depend on the parameters and the optimizer and never on the memory budget, so state that was stored
+with one budget can be used with any other. This module only computes the layout and moves no data.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ if TYPE_CHECKING:
     from tensorferry.transfer.futures import Future
 
 PAGE_NBYTES = 4096
-# Smaller fields need not begin at a page.
+# Fields with fewer bytes need not begin at a page: state_dict() copies them, and does not map them into memory.
 PACKED_NBYTES = 16 << 10
 _PACKED_ALIGNMENT = 64
 
 # Pieces begin at multiples of this many elements: whole pages for each dtype, and whole vectors for kernels.
 GRANULE = 4096
 
-# State is divided into about 256 buckets, so even a small budget holds several. Buckets above 8 MiB gain nothing.
+# State is divided into about 256 buckets, so even a small budget holds several. Buckets above 8 MiB would gain nothing:
+# reads and writes of this size already reach a drive's full speed.
 _BUCKETS = 256
 _MIN_BUCKET_NBYTES, _MAX_BUCKET_NBYTES = 64 << 10, 8 << 20
 
@@ -51,7 +54,10 @@ MASTER = "master"
 
 
 class Field(NamedTuple):
-    """A tensor in a bucket: a tensor of a unit's state, the unit's master, or one parameter or gradient in a slab."""
+    """A tensor in a bucket: a tensor of a unit's state, or the unit's master.
+
+    With parameters on drives, it may also be a parameter, or its gradient, in a slab (``slabs.py``).
+    """
 
     name: str  # its key or path in the state; "" in a slab
     offset: int  # in the bucket
@@ -188,7 +194,7 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 
 
 def is_swapped(leaf: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Return whether a state tensor, of a parameter of this shape, is stored in a field; others stay in memory."""
+    """Return whether a tensor in the state of a parameter of this shape gets a field; other tensors stay in memory."""
     return leaf.nbytes >= SMALL_NBYTES or bool(leaf.dim() and leaf.shape == shape)
 
 
@@ -229,7 +235,8 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
                 begin = local.data_ptr()
                 ranges.append((begin, begin + (last + 1) * local.itemsize, number, local))
     ranges.sort(key=lambda each: each[0])
-    # The ranges are sorted by their first byte, so an earlier range that ends before one begins overlaps no later one.
+    # The ranges are sorted by their first byte. So a range that ends before the present one begins cannot overlap any
+    # later range either, and is removed from `earlier`.
     earlier: list[tuple[int, torch.Tensor]] = []
     for begin, end, number, other in ranges:
         earlier = [each for each in earlier if each[0] > begin]
@@ -314,7 +321,9 @@ class Planner:
         ]
         # The size of buckets is computed from uncut units, because the cuts depend on this size.
         size = bucket_nbytes(sum(_nbytes_of(unit) for unit, _ in units))
-        # An optimizer without state, such as plain SGD, would otherwise step a whole small model in one bucket.
+        # With parameters on drives, all parameters of a bucket are in memory when it is stepped. The size of buckets
+        # counts state only: without this limit, an optimizer without state, such as plain SGD, would have one bucket
+        # for a whole small model.
         max_params_nbytes = self._params_nbytes
         if max_params_nbytes < math.inf:
             all_nbytes = sum(local_of(unit.param).nbytes for unit, _ in units)

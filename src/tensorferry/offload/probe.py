@@ -6,8 +6,12 @@ memory together. A step is *element-wise* if the same holds for each element. Th
 
 A trial lends the optimizer the user's own parameters with small data. It steps some of them together, and then one
 after the other, with gradients as in real steps: sometimes missing, large, infinite or NaN. The results must be equal
-bit for bit. A parameter may be cut only if all operations of its step are known to be element-wise (`dryrun`), and if
-pieces of various lengths have given the same bits as the whole parameter.
+bit for bit. A parameter may be cut only if all operations of its step are known to be element-wise (``dryrun.py``), and
+if pieces of various lengths have given the same bits as the whole parameter.
+
+The *target* of a parameter is the tensor that the optimizer gets for it: the parameter, or a stand-in with another
+dtype or device. The *local* tensor of a parameter is this rank's part of a DTensor, or the parameter itself
+(``lending.py``).
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ from tensorferry.offload.states import PLAIN_TENSOR_CLASSES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# Powers of ten for the gradients, one for each step of a trial. Gradients become smaller, and larger than all before,
-# because some optimizers clip by past gradients. There are ten steps, because the first steps of some optimizers differ
-# from the later ones (RAdam's first five).
+# Powers of ten for the gradients, one for each step of a trial. Some optimizers clip by past gradients. So gradients
+# are smaller than before in some steps, and larger than all before in others. There are ten steps, because the first
+# steps of some optimizers differ from the later ones (RAdam's first five).
 _POWERS = (0, -1, 1, 0, 0, 4, 0, -6, 0, 0)
 
 # In the last two steps some gradients are infinite or NaN.
@@ -59,10 +63,11 @@ _MAGNITUDES = (1.0, 1.0, 1e-1, 1.0, 1e-2, 1e-4, 1e-6, 0.0)
 # 0, with which a trial would change no parameter and show nothing.
 _RATE = 1e-3
 
-# Some of torch's kernels, for bfloat16 among others, round the elements that do not fill a vector differently, and each
-# thread's range may end with such elements. Cuts of a small parameter at odd lengths reveal this. With fused kernels,
-# the ranges of threads end at cache lines, so only the cuts of a large parameter at multiples of GRANULE are tried,
-# with enough elements for several threads (32,768 each).
+# The cuts that are tried to compare pieces with the whole parameter. A kernel processes elements in vectors. Some of
+# torch's kernels, for bfloat16 among others, round elements at the end that do not fill a vector differently, and the
+# range of each thread may have such an end. Cuts of a small parameter at odd lengths reveal this. They are not
+# tried with fused kernels, in which threads' ranges end at cache lines. Cuts of a large parameter at multiples of
+# GRANULE, as in real steps, are always tried, with enough elements for several threads (32,768 each).
 _CUT_NUMEL, _ODD_CUTS = 7680, (*range(0, 7680, 509), 7680)
 _LARGE_NUMEL, _LARGE_CUTS = 131101, (0, GRANULE, 11 * GRANULE, 131101)
 
@@ -94,9 +99,10 @@ class Probe:
         #: Which parameters must have gradients: "any" if gradients may be missing in any step, "from the first step" if
         #: they may be missing in later steps only, "always" if they may never be missing.
         self.gradients = "any"
-        # Whether trials use small parameters instead of the true shapes.
+        # Whether the parameters in trials have small shapes in place of their true ones.
         self._uses_small_shapes = True
-        # The optimizer's own state will be moved to drives; trials of later groups need the initial state.
+        # By parameter: the state that it had before the optimizer was offloaded. Trials begin with it, also those that
+        # are made later, when the optimizer's own state has been moved to drives.
         self._initial_state: dict[torch.Tensor, Any] = {}
         self.record_initial_state(
             {param: optimizer.state.get(param) for param in params_in(optimizer.param_groups)}
@@ -136,8 +142,8 @@ class Probe:
             local = local_of(param)
             found = self._dry_run(param, local.shape, local.stride())
             if found is not None and found.reads:
-                # The step branches on values, for example to skip gradients that are not finite. Plan for the state
-                # of both branches.
+                # The step branches on values, for example to skip gradients that are not finite, and the dry run has
+                # followed one branch. Follow the other one, too, and plan for the state that either of them creates.
                 other = self._dry_run(param, local.shape, local.stride(), answer=False)
                 if other is not None:
                     found = found._replace(state={**other.state, **found.state})
@@ -376,7 +382,8 @@ class Probe:
         """Step parameters with small data; return parameters, state and values after each step.
 
         ``how`` is "together", "apart" or "alone" (:meth:`_compare_apart`). With ``now``, the trial is a single step of
-        these parameters alone, with groups as they are.
+        these parameters alone, with groups as they are. With ``draws``, the random number generators are not restored
+        afterwards, so the caller can see whether the step has drawn numbers.
         """
         make = torch.Generator().manual_seed(7)
         lent = {}
@@ -665,7 +672,10 @@ class Probe:
 
 
 class _UniformTensor(NamedTuple):
-    """A state tensor, reduced to one value for all its elements; ``shape`` None means the parameter's shape."""
+    """A tensor of a recorded state, reduced to one value for all of its elements to save memory.
+
+    ``shape`` None means the parameter's shape.
+    """
 
     value: Any
     dtype: torch.dtype
@@ -796,7 +806,9 @@ def attributes_of(param: torch.Tensor) -> tuple[Any, ...]:
 
 
 def pattern(group: dict[str, Any], *, numbers: bool = False) -> tuple[Any, ...]:
-    """Return the properties of a group's values that may decide which state there is, such as whether a rate is 0.
+    """Return the properties of a group's values that may decide which state the optimizer creates.
+
+    One is whether a momentum is 0. The learning rate does not count.
 
     With ``numbers`` integers are compared by value. Otherwise only whether they are 0 counts, because some optimizers
     count their steps in groups.

@@ -1,9 +1,13 @@
 """Buckets in memory: an arena with read-ahead and write-behind.
 
 A bucket is one tensor in a store: the optimizer state of some parameters (``plan.py``), or a slab (``slabs.py``). All
-memory for buckets is allocated once, as an arena. A read begins only after its bucket has a range in the arena. The
+memory for buckets is allocated once, as an *arena*. A read begins only after its bucket has a range in the arena. The
 range can be freed when the bucket has no unwritten changes; a bucket that could not be written keeps its range. Reads
 get ranges in the order in which buckets will be needed, so the bucket that is needed next always gets a range.
+
+A *sweep* uses buckets one after the other in a given order. It *acquires* each of them, which brings the bucket into
+memory and keeps it there, and *releases* it afterwards. A bucket is *dirty* if its bytes in memory have changes that
+are not in the store. To *evict* a bucket is to free its range for another one, after writing it if it is dirty.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ if TYPE_CHECKING:
     from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
-# Memory for buckets in flight: a quarter of the arena, but at least 3 of the largest buckets (one is read, one is used,
-# one is written) and at most 8, which keep a drive busy.
-# The rest of the arena holds buckets that need not be moved.
+# Memory for buckets that pass through the arena: a quarter of it, but at least 3 of the largest buckets (one is read,
+# one is used, one is written) and at most 8, which keep a drive busy. The rest of the arena holds the last buckets of a
+# sweep, which stay in memory for the next one.
 _MAX_STREAMING = 8
 _STREAMING_SHARE = 4
 
@@ -40,13 +44,13 @@ _SHORT_SECONDS = 0.002
 
 @dataclass(eq=False)
 class Slot:
-    """The state of a bucket in memory."""
+    """A bucket, with its memory (if it has any) and its transfers in flight."""
 
     bucket: Bucket
     reading: Future[Any] | None = None
     writing: Future[Any] | None = None
     dirty: bool = False  # whether memory has changes that have not been written
-    stored: bool = False  # whether the bucket can be read
+    stored: bool = False  # whether the bucket has contents that can be read, in the store or in the user's files
     keep: bool = False  # whether to keep the bucket in memory once it has been written
     held: bool = False  # whether the bucket is acquired and not yet released
     view: torch.Tensor | None = None  # the bucket's bytes in the arena
@@ -85,7 +89,7 @@ class Residency:
         self._places: list[Slot] = []
         self._arena = Arena(nbytes)
         self._order: list[int] = []
-        self._fresh = False
+        self._fresh = False  # whether the sweep fills buckets and reads none
         # Indexes in the order: of the next bucket to be released, of the next one to be read, and of the first one that
         # stays in memory after its release.
         self._position = 0
@@ -93,6 +97,7 @@ class Residency:
         self._kept_from = 0
         self._writing: list[Slot] = []
         self.counters = BucketCounters()
+        #: Returns whether a wait for a drive should end now, with KeyboardInterrupt.
         self.interrupted: Callable[[], bool] = bool
         self._gpu = gpu
         self._made: torch.Tensor | None = None
@@ -194,7 +199,7 @@ class Residency:
         return slot.view
 
     def release(self, index: int, *, dirty: bool) -> None:
-        """End the use of a bucket: write it behind, or keep it in memory near the end of the order."""
+        """End the use of a bucket: keep it in memory near the end of the order, else write it behind if it is dirty."""
         slot = self._places[index]
         slot.held = False
         slot.dirty |= dirty
@@ -357,7 +362,7 @@ class Residency:
                 slot.keep = True  # the bucket is needed again soon, and keeping it saves a read
             elif slot.view is None:
                 if not slot.stored:
-                    return  # nothing to read, but acquire() will need memory for this bucket: leave it free
+                    return  # nothing to read, but acquire() will need memory for this bucket: leave some free
                 if not self._give_place(slot, insist=False):
                     return
             self._next_read += 1
@@ -405,7 +410,8 @@ class Residency:
 
     def _await_a_write(self) -> None:
         """Wait for the oldest write in flight, to free memory."""
-        # There is one: the arena has room for all buckets that are held at once.
+        # A write is in flight, because the caller found neither free memory nor a bucket to evict: the arena has room
+        # for all buckets that are acquired at the same time, so buckets that are being written have the rest of it.
         self._await_oldest()
         self.check()
 

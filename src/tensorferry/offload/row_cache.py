@@ -1,10 +1,11 @@
 """A cache for frequently used rows of a table, within a number of bytes; batches of ids need no loop in Python.
 
-The policy is S3-FIFO within sets: an id belongs to one set of 16 ways (each way has memory for one row), and a quarter
-of the ways hold new rows. When a new row is replaced, it moves to the other ways if it was used again; there the row
-with the fewest uses is replaced, and among rows with equally few uses the one with the oldest use. If the row was
-not used again, its id is remembered for a while, and on the next use the row goes directly to the other ways. So rows
-that are used once, as in a scan, replace few others.
+The policy is S3-FIFO within sets. An id belongs to one set of 16 ways; each way has memory for one row. A quarter of
+the ways are for new rows, and the others for proven rows, which have been used again. A new row that is replaced moves
+to the proven ways if it was used since it came. Otherwise only its id is remembered for a while, and if the row is read
+again in that time, it goes directly to the proven ways. In both kinds of ways the row with the fewest uses is replaced,
+and among rows with equally few uses the one with the oldest use. So rows that are used once, as in a scan, replace few
+others.
 ``docs/offload-tables.md`` compares its hit rates with other policies and the optimum.
 
 An interruption, for example by Ctrl-C, may leave a cache half changed. The caller sets :attr:`RowCache.changing` before
@@ -112,6 +113,8 @@ class RowCache:
         fits = rank < ways.stop - ways.start  # skip rows in excess of a set's ways
         order, rank = order[fits], rank[fits]
         sets = sets[order]
+        # Rows with a low worth are replaced first: its upper bits are the number of uses, the lower ones the time of
+        # the last use. Empty ways have the lowest worth.
         ids_here, worth = self._ids[sets, ways], self._when[sets, ways]
         worth = worth + (self._uses[sets, ways].astype(np.int64) << 48)
         worth[ids_here < 0] = -1

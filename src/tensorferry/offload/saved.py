@@ -4,9 +4,12 @@ A *bucket* is one tensor in the store, with the state of some *units*: parameter
 (``plan.py``). A record and its buckets are a checkpoint, which the user has requested, or the commit of a step. With
 parameters on drives, the parameters are in *slabs*, other tensors of the same store (``slabs.py``).
 
-The record is a plain dict, written by ``torch.save`` and read with ``weights_only``, so reading it runs no code. A
-state that many units share (all count the same steps) is stored once, and the layout is JSON. Both make reading and
-writing a matter of milliseconds.
+The record is a plain dict, written by ``torch.save`` and read with ``weights_only``, so reading it runs no code. The
+small values of a unit's state, such as its step count, are in the record and not in a bucket. Many units have equal
+small values; these are stored once, and the layout of the buckets is JSON. Both make reading and writing a matter of
+milliseconds.
+
+In messages, *there* means in the checkpoint or commit, and *here* in the optimizer that loads it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _FORMAT = 3
-# Tensors up to this size are compared by value to find equal states.
+# Tensors up to this size are compared by value to find units with equal small values.
 _SMALL_NBYTES = 64
 # Parameters of a commit are packed into tensors of about this size.
 _PARAMS_NBYTES = 8 << 20
@@ -57,13 +60,13 @@ def to_record(
 ) -> bytes:
     """Return the record of an optimizer.
 
-    ``extra`` has the entries of the state that belong to no parameter; ``slabs`` has, for each parameter in the store,
-    its tensor and offset there.
+    ``extra`` has the entries of the state that belong to no parameter. ``slabs`` has for each parameter the name of its
+    slab and the offset in it, or is None if parameters are not in slabs.
 
     Raises
     ------
     ValueError
-        A group has a value that cannot be read without running code.
+        A group, or a state, has a value that cannot be read without running code.
     """
     states = _StateTable()
     layout = [
@@ -98,7 +101,7 @@ def _geometry_of(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...],
 
 
 class _StateTable:
-    """The states of units without the values in buckets; equal states occur once."""
+    """The small values of units' states, without the values in buckets; each distinct set of values occurs once."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
@@ -107,7 +110,7 @@ class _StateTable:
         self._kept: list[Any] = []
 
     def number_of(self, unit: Unit) -> int:
-        """Return the index of a unit's state in ``all``."""
+        """Return the index in ``all`` of a unit's small values, which are added if they are new."""
         assert unit.leaves is not None
         self._kept.append(unit.leaves)
         key = unit.spec, tuple(map(_identity, unit.leaves))
@@ -121,7 +124,7 @@ class _StateTable:
 
 
 def _identity(leaf: Any) -> Any:
-    """Return a key that is equal only for equal leaves."""
+    """Return a key that is equal only for equal leaves; a leaf that is not compared by value equals no other."""
     if type(leaf) in (int, bool, str, type(None)):
         return type(leaf), leaf
     if (
@@ -225,12 +228,12 @@ class Saved:
                 )
 
     def check_places(self, *, in_slabs: bool) -> None:
-        """Raise unless the parameters were on drives, in slabs, or in memory, as they are here.
+        """Raise if a commit has its parameters in slabs and this optimizer does not, or the other way round.
 
         Raises
         ------
         ValueError
-            The other function has offloaded the optimizer.
+            ``offload_training()`` made one of them, and ``offload_optimizer()`` the other.
         """
         if self._slabs and not in_slabs:
             raise ValueError(
@@ -250,9 +253,10 @@ class Saved:
         may_be_cut: Callable[[torch.Tensor], bool],
         name: str,
     ) -> list[Bucket]:
-        """Return the saved buckets for these parameters, with a check against the layout that is planned for them.
+        """Return the saved buckets, with units that refer to these parameters.
 
-        ``name`` is the class of the optimizer that loads the state.
+        The saved state must have the fields that are ``planned`` for the parameters; the division into buckets and
+        pieces may differ. ``name`` is the class of the optimizer that loads the state.
 
         Raises
         ------
@@ -329,9 +333,9 @@ class Saved:
             ]
             for fields in (saved.fields, own.fields)
         ]
-        # The saved unit may have more fields, because some optimizers create state only in the first step. It may lack
-        # a small field: a user may have put a tensor of another dtype or shape into the state in its place, and such a
-        # tensor is saved among the small values.
+        # The saved unit may have more fields than planned, because some optimizers create state only in the first step.
+        # It may lack a small field: if a user has put a tensor of another dtype or shape in the place of a state
+        # tensor, this tensor is saved among the small values.
         names = {each.name for each in saved.fields}
         for each, key in zip(own.fields, here, strict=True):
             beside = each.name not in names and each.nbytes < SMALL_NBYTES and not each.is_master
@@ -341,8 +345,8 @@ class Saved:
             self._refuse(saved, own)
         if saved.stop is not None and not may_be_cut(param):
             raise ValueError(
-                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and cannot be here; the state "
-                f"is of another optimizer ({self.optimizer})"
+                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and this optimizer cannot step "
+                f"it in pieces; the state is of another optimizer ({self.optimizer})"
             )
         unit = Unit(
             saved.index, param, saved.start, saved.stop, saved.fields, own.dtype, own.layout
@@ -398,7 +402,7 @@ class Saved:
                     local.copy_(value)
 
     def read_param(self, index: int, memory: torch.Tensor) -> None:
-        """Read the bytes of a parameter that was on a drive at the time of the commit.
+        """Read the bytes of a parameter that the commit has in a slab.
 
         Raises
         ------
@@ -476,8 +480,9 @@ def open_commits(paths: list[str]) -> list[Saved]:
                 store.close()
                 raise
     except StorageError as error:
-        # There may be no commit, or no previous one. A previous one that is damaged is not needed. Files that a commit
-        # names may be missing, too, for example if a drive is not mounted: that is not a directory without a commit.
+        # If the last commit was opened, the error is about the one before it, which is not needed. Otherwise ENOENT may
+        # mean that there is no commit, which is fine. If the first directory has a manifest, a commit exists and its
+        # files are missing, for example because a drive is not mounted: then raise.
         if not found and (error.errno != errno.ENOENT or manifests_in(paths[0])):
             raise
     except BaseException:
@@ -490,7 +495,7 @@ def open_commits(paths: list[str]) -> list[Saved]:
 def packed_params(
     params: Sequence[torch.Tensor],
 ) -> list[tuple[str, list[torch.Tensor]]]:
-    """Return how a commit stores parameters: names of tensors, with the parameters in each."""
+    """Return how a commit stores parameters: the names of tensors in the store, each with the parameters in it."""
     packs: list[list[torch.Tensor]] = []
     room = 0
     for param in params:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# A request costs a drive about as much time as reading this many more bytes.
+# A read request costs a drive a fixed time, in which it could transfer about this many bytes.
 _SMALL_NBYTES = 256 << 10
-# Bytes in flight that keep a drive busy, if the budget allows.
+# The least size of the window: this many bytes in flight keep a drive busy. It is at most a quarter of the budget.
 _WINDOW_NBYTES = 64 << 20
 # The most steps of a pass that are recorded: a long loop within forward() must not fill memory.
 _MAX_STEPS = 1 << 17
 
 
 def needed_nbytes(steps: Sequence[Sequence[int]], nbytes: Mapping[int, int]) -> int:
-    """Return the bytes of the largest step."""
+    """Return the bytes of the weights that the largest step needs at the same time."""
     return max((sum(nbytes[weight] for weight in set(step)) for step in steps), default=0)
 
 
@@ -144,12 +144,13 @@ class Order:
         self.position = 0
         self._learn(list(default))
         self._now: list[int] = []
+        # The position behind the last step, if that step was one of the past; see used().
         self._went_back: int | None = None
         self.changed = False
         self.learned = False
 
     def begin_pass(self) -> None:
-        """Begin a pass, and expect the steps of the pass before, which was complete."""
+        """Begin a pass, and expect the steps of the last complete one (:meth:`abandon_pass` discards an incomplete)."""
         self.learned |= bool(self._now)
         self.changed = bool(self._now) and self._now != self._last
         if self.changed:

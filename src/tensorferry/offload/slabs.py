@@ -3,8 +3,9 @@
 A slab is one tensor in a store: consecutive parameters that are used by the same modules and are in the same group of
 the optimizer. A second slab with the same layout has their gradients. Training uses slabs in an order that repeats in
 each step of the training: the forward pass, the backward pass, and the optimizer's step. One such repetition is a
-*cycle*, and the last cycle predicts the next one: the slab with the furthest next use is evicted (Belady's rule), and
-slabs are read ahead in the predicted order.
+*cycle*, and the last cycle predicts the next one. If memory is needed, the slab with the furthest next use is evicted
+(Belady's rule), that is, its memory is freed after a write if it has changed. Slabs are read ahead in the predicted
+order. To *hold* a slab is to keep it in memory until it is released.
 
 The division into slabs depends on the model and the optimizer's groups, never on the memory budget.
 """
@@ -156,7 +157,7 @@ class Cycle(Residency):
         super().__init__(slabs[0].store, nbytes, **options)
         # Read-ahead has handled all expected uses before this position of the order, which counts across cycles.
         self._frontier = 0
-        self._orders: dict[str, Order] = {}  # by kind of cycle
+        self._orders: dict[str, Order] = {}  # by kind of cycle, such as "forward"; see expect()
         #: The uses of slabs that are expected in the first step of the training.
         self.default = _expected(slabs)
         self.expect("", self.default)
@@ -170,7 +171,8 @@ class Cycle(Residency):
     def expect(self, kind: str, default: Sequence[int], *, begin: bool = True) -> None:
         """Expect the uses of the last cycle of a kind, or ``default`` before the first one.
 
-        Without ``begin``, a cycle of this kind is in progress and continues.
+        ``kind`` names cycles that use slabs in the same order. Without ``begin``, a cycle of this kind is in progress
+        and continues.
         """
         self._cycle = self._orders.setdefault(kind, Order(default))
         if begin:
@@ -230,7 +232,7 @@ class Cycle(Residency):
         self._places[index].dirty = True
 
     def drop(self, index: int) -> None:
-        """Discard the contents of a slab that is not held; its next use begins with undefined bytes."""
+        """Discard the contents of a slab that is not held, without writing them; its next use finds undefined bytes."""
         place = self._places[index]
         for moving in (place.reading, place.writing):
             if moving is not None:
@@ -276,9 +278,10 @@ class Cycle(Residency):
             self._frontier += 1
 
     def _find_place(self, place: Slot) -> bool:
-        """Begin to read a slab ahead; evict only slabs that are needed later than it.
+        """Give a slab memory, and begin to read it ahead.
 
-        Return False if the slab has no memory yet; a write that frees memory may have begun.
+        For this, evict only slabs that are needed later than the slab itself. Return False if there is no memory for it
+        yet; then the write of another slab, which will free memory, may have begun.
         """
         ahead = self._frontier - self._cycle.position
         while True:
@@ -286,7 +289,7 @@ class Cycle(Residency):
                 if self._give_place(place, insist=False):
                     return True
             except (OSError, MemoryError):
-                return False  # not needed yet: hold() tries again, and raises
+                return False  # the slab is not needed yet: hold() tries to read it again, and raises if that fails
             last = self._last_wanted(self._distance)
             if (
                 last is None
@@ -294,7 +297,8 @@ class Cycle(Residency):
                 or self._distance(last.bucket.index) <= ahead
             ):
                 return False
-            # Write no more slabs than needed: writes in flight may already free enough memory.
+            # A dirty slab must be written before it is evicted. Do not begin this write if the writes in flight will
+            # free enough memory.
             if last.dirty:
                 leaving = sum(each.bucket.nbytes for each in self._writing if not each.keep)
                 if leaving >= place.bucket.nbytes or self._write(last, keep=False) is not None:

@@ -2,7 +2,7 @@
 
 A bucket is the state of some parameters, which are stepped together. Three operations overlap: the copy of a bucket to
 the device, the arithmetic on the previous bucket, and the copy of the bucket before that back to the host. The host
-memory of a bucket is released only when the copy back is complete.
+memory of a bucket must not be used for another bucket before the copy back is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUFFERS = 3
 
 
 class Staging:
-    """Buffers on a device.
+    """Buffers on a device, each for one bucket: :meth:`load`, step, :meth:`store`, and then :meth:`stored`.
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ class Staging:
             here.copy_(memory)
             return here
         loading, _ = self._streams
-        # The buffer was last read by a copy back to the host, which followed the arithmetic on it and has completed. So
-        # this copy need not wait for the arithmetic on the previous bucket.
+        # The buffer is free: the last copy from it to the host is complete, and that copy followed the arithmetic in
+        # the buffer. So this copy need not wait for the arithmetic on the previous bucket, which is in another buffer.
         with torch.cuda.stream(loading):
             here.copy_(memory, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(loading)

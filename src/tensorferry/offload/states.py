@@ -1,7 +1,9 @@
 """Conversion of optimizer state between torch's dicts and buckets.
 
 A *bucket* contains the state of some *units*, which are parameters or pieces of large ones. Large tensors of a unit's
-state are *fields* in the bucket's bytes, and all other values stay in memory, in the unit (``plan.py``).
+state are *fields* in the bucket's bytes, and all other values stay in memory, in the unit (``plan.py``). A *leaf* is a
+value in the dicts and lists of a state. A *master* is a copy of the parameter in another dtype, which the optimizer
+steps instead; it is a field, too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PLAIN_TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 class UnplannedError(ValueError):
-    """A state has a tensor for which no field was planned."""
+    """A state has a tensor for which no field was planned, and which cannot stay in memory as a small value."""
 
 
 def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
@@ -104,7 +106,8 @@ def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
         is_there = leaf.data_ptr() == place and leaf.stride() == each.stride
         if is_there or not leaf.numel():
             continue
-        # The leaf may overlap the range of another field, which the loop below may write before this leaf is copied.
+        # If the optimizer has put a view of one field in the place of another, the loop below may overwrite the view's
+        # elements before it copies them. So copy leaves in the bucket's memory first.
         inside = begin <= leaf.data_ptr() < end
         sources.append((each, leaf.clone() if inside else leaf))
         moved = True
@@ -112,7 +115,7 @@ def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
         unit.forget_views()  # the optimizer may have given these tensors other memory (`.data =`)
     for each, leaf in sources:
         each.view(memory).copy_(leaf)
-    # Small values must not share a bucket's memory, which later holds another bucket.
+    # A small value may be a view of the bucket's memory, which will later hold another bucket. Copy it.
     unit.leaves = [
         leaf.clone()
         if isinstance(leaf, torch.Tensor)
@@ -141,9 +144,9 @@ def state_of(
 
     ``read`` returns a bucket's bytes. With ``store``, large fields are tensors that are mapped from it, as private
     copy-on-write mappings: later writes to the store do not change them. Small fields share pages with other fields and
-    are copied: `torch.save` would write the whole page with each field, and refuses tensors of different dtypes in one
-    storage. The copies are made with reads and not from a mapping: if the drive fails, a read raises, while access to a
-    mapping would end the process.
+    are copied instead: for each mapped tensor, ``torch.save`` would write the whole page, and it refuses tensors of
+    different dtypes in one storage. The copies come from ``read`` and not from a mapping: if the drive fails, a read
+    raises, while access to a mapping would end the process.
     """
     first = pieces[0][1]
     local = local_of(first.param)
@@ -201,7 +204,7 @@ def put_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
     Raises
     ------
     UnplannedError
-        A tensor has no field.
+        A tensor has no field, and is not small.
     """
     state = dict(state)
     master = state.pop(MASTER, None) if unit.master is not None else None
@@ -252,7 +255,7 @@ def _range_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) -> bool:
-    """Return whether each tensor of a parameter's state was planned.
+    """Return whether each tensor of a parameter's state has a planned field, or is small enough to need none.
 
     Raises
     ------

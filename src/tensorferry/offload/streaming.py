@@ -1,10 +1,14 @@
 """Weights within a number of bytes: some stay in memory, and the others are read ahead of their use.
 
 All memory is allocated once, as an arena. A weight gives up its range of the arena when a weight that is needed earlier
-needs the memory. Whole pages of a file are read directly into the range, without a copy. Exceptions are weights that
-would then begin at an address with less alignment than torch's own tensors, and weights in several pieces of the files.
+needs the memory. Whole pages of a file are read directly into the range, without a copy. Two kinds of weights are read
+without the rest of their pages: those that would otherwise begin at an address with less alignment than torch's own
+tensors, and those in several pieces of the files.
+
 A *step* is one run of a module that has weights, and a *pass*, a forward pass of the model, is a sequence of steps. The
-weights of a step are held in memory until the step ends. One thread at a time may use this module's objects.
+weights of a step are *held*, that is, they stay in memory until the step ends. While a weight is not in memory, the
+model has a *stand-in* for it, which raises in every operation (``absent.py``). One thread at a time may use this
+module's objects.
 """
 
 from __future__ import annotations
@@ -284,7 +288,8 @@ class Streaming:
         self._busy = True
         forked = self.is_parents
         for weight in self._weights if not forked else ():
-            # The interruption may have come before the pipeline got this read, so cancel it here.
+            # The interruption may have come before the pipeline got this read. Then closing the pipeline would not
+            # cancel the read, so cancel it here.
             if weight.reading is not None:
                 weight.reading.cancel()
         if forked:
@@ -338,7 +343,8 @@ class Streaming:
         try:
             self._begin_each_missing(weights)
         except MemoryBudgetError:
-            # Free memory is fragmented: drop the step's weights, which no kernel uses yet.
+            # The free memory is in ranges that are too short. Drop the step's own weights, too, which no kernel uses
+            # yet, and place all of them again.
             for weight in weights:
                 if weight.at is not None and weight.held == 1:
                     self._drop(weight)
@@ -375,7 +381,7 @@ class Streaming:
                 try:
                     self._read(weight, reading)
                 except (OSError, MemoryError):
-                    return  # not needed yet: the step that needs it tries again, and raises
+                    return  # the weight is not needed yet: the step that needs it reads it again, and may raise
             self._frontier += 1
 
     def _find_place(self, weight: Weight) -> bool:
@@ -397,7 +403,8 @@ class Streaming:
 
     def _distance(self, weight: Weight) -> float:
         """Return how many steps precede the next step that needs a weight, as far as that is known."""
-        # In the first pass the order is unknown, and a skipped weight may be needed soon.
+        # In the first pass the order of steps is only assumed. A weight that was read and not used yet may still be
+        # needed soon.
         if weight.unused and not self._order.learned:
             return 0
         distances = [self._order.distance(step) for step in weight.steps]

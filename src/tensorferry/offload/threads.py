@@ -1,12 +1,14 @@
 """The number of threads that step a bucket: as few as do not slow down the steps.
 
 A bucket is the state of some parameters that the optimizer steps together (``plan.py``). With hundreds of buckets per
-step, OpenMP's threads spin between buckets and never sleep. If steps wait for the drive, a few threads finish a step as
-early as many would, and fewer threads spin meanwhile.
+step, OpenMP's threads wait for the next bucket in a loop (they spin) and never sleep, so they occupy processors that
+the transfers need. If steps wait for the drive, a few threads finish a step as early as many would, and fewer threads
+spin meanwhile.
 
-Short operations gain nothing from threads. torch does not divide them, but MKL, which computes the roots, does. Where
-other programs use all processors, each of these operations waits for the scheduler: steps of 512 small buckets took ten
-times as long with two threads as with one.
+Operations on few elements gain nothing from several threads. torch runs them in one thread, but MKL, which computes
+square roots for torch, divides them. If other programs use all processors, such an operation must wait until the
+kernel's scheduler has run each of its threads: steps of 512 small buckets took ten times as long with two threads as
+with one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 # The most elements that torch gives to one thread (``at::internal::GRAIN_SIZE``).
 _GRAIN_NUMEL = 32768
 
-# Shares of a step's time spent waiting for drives. Above the first, halve the threads; below the second, double them.
+# Shares of a step's time that it spends waiting for drives. Above the first share, halve the number of threads; below
+# the second one, double it.
 _IDLE_SHARE, _BUSY_SHARE = 0.25, 0.05
 # After doubling the threads, do not halve them again for this many steps.
 _PATIENCE_STEPS = 100
@@ -33,7 +36,7 @@ class StepThreads:
     """Chooses the number of torch's threads for steps from the waiting time of the previous steps."""
 
     def __init__(self) -> None:
-        self._count: int | None = None  # None: all of torch's threads
+        self._count: int | None = None  # None: as many of torch's threads as the operations can use
         self._patience_steps = 0
 
     def limited(self, numel: int) -> AbstractContextManager[None]:

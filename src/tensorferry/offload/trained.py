@@ -2,7 +2,8 @@
 
 Parameters and gradients are in slabs (``slabs.py``), and optimizer state is in buckets (``plan.py``). Both are tensors
 in stores. A slab has the parameters of some modules, or their gradients; a bucket has the state of some parameters that
-the optimizer steps together.
+the optimizer steps together. A *sweep* is a pass of the optimizer's step over its buckets (``optimizer.py``). To *hold*
+a slab is to keep it in memory (``training.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 # The file that marks a directory as a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
 
-# If not everything fits, optimizer state gets at least one part in this many of the budget (an eighth).
+# If not everything fits, optimizer state gets at least one part in this many of the budget (an eighth), unless the
+# parameters and gradients that must be in memory at the same time need more than the rest.
 _STATE_SHARE = 8
 
 
@@ -104,7 +106,7 @@ class TrainingOptimizer(OffloadedOptimizer):
             )
         with self._locked():
             self._break_early()
-            # For parameters without elements, which are in no slab.
+            # Parameters without elements are in no slab, and have ordinary gradients.
             self._inner.zero_grad(set_to_none=True)
             self._training.forget_gradients()
 
@@ -173,7 +175,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         return param.grad
 
     def _lent_gradient(self, param: torch.Tensor) -> Any:
-        """Return the object through which the lender gets a parameter's gradient."""
+        """Return what the lender takes as a parameter's gradient: for one in a slab, a ``GradientElsewhere``."""
         found = self._gradient_of(param)
         if found is None or param not in self._training.plan.place_of:
             return found
@@ -182,7 +184,10 @@ class TrainingOptimizer(OffloadedOptimizer):
     # Steps
 
     def _break_early(self) -> None:
-        """Mark a step that began in the backward pass as broken if that pass failed: the step cannot be finished."""
+        """Mark a step that began in the backward pass as broken if that pass failed.
+
+        The step cannot be finished then, because some gradients will never arrive.
+        """
         sweep = self._sweep
         if sweep is not None and not sweep.ends and self._training.are_partial:
             sweep.broken = True
@@ -216,14 +221,14 @@ class TrainingOptimizer(OffloadedOptimizer):
             self._training.end_step()
 
     def _step_early(self, params: Iterable[torch.Tensor]) -> None:
-        """Step buckets in the backward pass, each as soon as all of its parameters may be stepped.
+        """Step buckets in the backward pass, each as soon as all of its parameters have been passed to this method.
 
         ``params`` are parameters that have their gradients and that the backward pass no longer needs.
         """
         with self._locked():
             sweep = self._sweep
             if sweep is None:
-                # This class's own _begun_step() would check that all gradients have arrived; some have not yet.
+                # Call the base class's method: that of this class would raise, because not all gradients have arrived.
                 sweep = super()._begun_step()
                 assert sweep is not None
                 if sweep.scaling:
@@ -368,8 +373,8 @@ class TrainingOptimizer(OffloadedOptimizer):
         if self._is_planned:
             super()._check_budget(buckets)
             return
-        # The first plan divides the budget between state and slabs. Beyond the minimum of each, the division matters
-        # little: a byte of memory saves the same I/O for state as for parameters and gradients.
+        # The first call divides the budget between state and slabs. Beyond the minimum of each, the division matters
+        # little: a byte of memory saves about as much I/O for state as for parameters and gradients.
         plan, nbytes = self._training.plan, self._budget_nbytes
         of_slabs = plan.needed_nbytes([[unit.param for unit in each.units] for each in buckets])
         of_state = needed_nbytes(buckets, self._at_once())
@@ -541,7 +546,10 @@ class _Given:
             )
 
     def _lies_alike(self, param: torch.Tensor, field: Field) -> bool:
-        """Return whether the files have a parameter's bytes in the layout of its slab."""
+        """Return whether a parameter's bytes in the files can be read into its slab as they are.
+
+        For this, the files must have the parameter with the same dtype, and its layout in the slab must be contiguous.
+        """
         one = self._found.get(param)
         contiguous = torch.empty(field.shape, device="meta").stride()
         return one is not None and one.dtype == field.dtype and contiguous == field.stride
@@ -562,7 +570,8 @@ class _Given:
     def take_from_meta(self, undo: contextlib.ExitStack) -> None:
         """Replace parameters on the meta device by parameters on the CPU that have no memory.
 
-        ``undo`` swaps them back: an access to the elements of a parameter without memory would end the process.
+        ``undo`` swaps them back if the model cannot be offloaded: a user's access to the elements of a parameter
+        without memory would end the process.
         """
         swap: Any = torch.utils.swap_tensors
         for param in self._plan.names:

@@ -17,7 +17,11 @@ order of their creation, show when that is the case: autograd runs the most rece
 (torch/csrc/autograd/engine.h, ``ReadyQueue``). So when a node runs that is older than the first node of a block, all
 nodes of the block have run.
 
-As soon as autograd has accumulated a gradient in a parameter, the gradient is moved into a slab of gradients.
+As soon as autograd has accumulated a gradient in a parameter, the gradient is moved into a slab of gradients. A change
+of gradients, such as clipping, is *pending* until their slab is in memory the next time. To *settle* a slab of
+gradients is to make its pending changes.
+
+Methods of the optimizer step *buckets*: lists of parameters that the optimizer steps together (``optimizer.py``).
 """
 
 from __future__ import annotations
@@ -186,8 +190,8 @@ class Plan:
                     slab, _ = self.place_of[param]
                     if slab not in step.slabs:
                         step.slabs.append(slab)
-            # The modules in `above` contain this step's module. If such a module is itself a step, it may pass its
-            # parameters to this one, so its slabs stay in memory.
+            # The modules in `above` contain this step's module. If such a module is itself a step, its forward() may
+            # pass its own parameters to this step's module as arguments. So its slabs stay in memory.
             for module in above:
                 if module in of_module:
                     of_module[module].stays = True
@@ -313,7 +317,7 @@ class Training:
         self._in_backward = False
         self._graph = -1  # autograd's id of the backward pass
         self._thread: int | None = None  # the thread that ran the model last
-        self._inside = 0  # nesting of running methods of the optimizer
+        self._inside = 0  # how many methods of the optimizer are running, nested; see inside()
         self._stepping: list[Slab] = []  # slabs that the optimizer's step holds
         # For each slab, the number of buckets that still need it in the optimizer's current step.
         self._left: Counter[Slab] = Counter()
@@ -334,7 +338,8 @@ class Training:
         self._away = _class_of_away(self)  # the class of parameters that are not in memory
         # The data of parameters that are not in memory, by dtype: one NaN, which is expanded to their shapes.
         self._nans: dict[torch.dtype, torch.Tensor] = {}
-        # Their data while a method of the optimizer runs (see inside()): tensors with strides and without memory.
+        # The data of these parameters while a method of the optimizer runs (see inside()): tensors that have the
+        # parameter's strides and no memory.
         self._hollow = {
             param: without_memory(field.shape, field.stride, field.dtype)
             for param, (_, field) in plan.place_of.items()
@@ -401,7 +406,7 @@ class Training:
         """
         self._guard, self._step_early = guard, step_early
         # The hooks refer to this object weakly. A strong reference from a parameter's hook would close a reference
-        # cycle that the garbage collector cannot see.
+        # cycle that the garbage collector cannot see, and the model would never be freed.
         itself = weakref.ref(self)
 
         def take_gradient(param: torch.Tensor) -> None:
@@ -464,9 +469,8 @@ class Training:
         if self._inside:  # the optimizer's methods need the parameter's strides, but not its values
             param.data = self._hollow[param]
             return
-        _, field = self.plan.place_of[
-            param
-        ]  # the present data may be the user's, of another dtype or shape
+        # Take dtype and shape from the plan: a user may have assigned data with others.
+        _, field = self.plan.place_of[param]
         if field.dtype not in self._nans:
             value = math.nan if field.dtype.is_floating_point or field.dtype.is_complex else 0
             self._nans[field.dtype] = torch.full((), value, dtype=field.dtype, device=self.device)
@@ -514,8 +518,8 @@ class Training:
         if slab.holds:
             return None
         if not slab.is_of_gradients:
-            # A forward() may write into parameters: nn.Embedding with max_norm does. Version counters that have
-            # changed reveal that.
+            # A forward() may write into parameters: nn.Embedding with max_norm does. The parameters' version counters
+            # have changed then, and the new values are kept.
             if slab.versions != [param._version for param in slab.fields]:
                 slab.written += 1
                 self._keep_written(slab)
@@ -553,7 +557,8 @@ class Training:
 
     def _end_hold(self, slabs: Sequence[Slab], in_files: dict[Slab, int], *, written: bool) -> None:
         """End what :meth:`held` has begun; ``in_files`` has the checksums of slabs that are read from files."""
-        # After a refusal, the other slabs must be stored and released nevertheless.
+        # `refused` is raised at the end: even if one slab's change is refused, all slabs must be released, and the
+        # changes of the others kept.
         refused: Exception | None = self._take_data(slabs) if written else None
         for slab in slabs:
             slab.kept -= 1
@@ -573,7 +578,10 @@ class Training:
             raise refused
 
     def _take_data(self, slabs: Sequence[Slab]) -> Exception | None:
-        """Copy tensors that were assigned to ``.data`` of parameters into the slabs; return why some are refused."""
+        """Copy tensors that a user has assigned to ``.data`` of parameters into the slabs.
+
+        Return an exception if some of them cannot be copied, else None.
+        """
         refused: Exception | None = None
         copies = []
         for slab in slabs:
@@ -591,7 +599,8 @@ class Training:
                     if slab.source is not None:
                         refused = refused or self._in_files(slab)
                         continue
-                    # The data may lie in a slab, for example that of another parameter.
+                    # The data may lie in a slab, for example that of another parameter, which one of these copies may
+                    # overwrite. Clone such data before the first copy.
                     copies.append((view, data if self._slab_at(data) is None else data.clone()))
         for view, data in copies:
             view.copy_(data)
@@ -604,7 +613,7 @@ class Training:
         )
 
     def _keep_changes(self) -> None:
-        """Keep what the callers of :meth:`held` have changed so far."""
+        """Take changes that the callers of :meth:`held` have made so far into the slabs; their blocks continue."""
         slabs = [slab for slab in self.plan.of_params if slab.kept and slab.source is None]
         refused = self._take_data(slabs)
         if refused is not None:
@@ -615,7 +624,7 @@ class Training:
     def _keep_written(self, slab: Slab) -> None:
         """Mark a held slab as modified; copy its bytes back from the device first if the model computes there."""
         if slab.source is not None:
-            return  # each pass reads it from the user's files
+            return  # these parameters are never written: each pass reads them from the user's files
         if slab.on_device is not None:
             assert slab.memory is not None
             slab.memory.copy_(slab.on_device)
@@ -651,7 +660,8 @@ class Training:
         values.
         """
         if not self._inside:
-            self._keep_changes()  # before the parameters' data is set again
+            # _renew() sets the data of all parameters again, and a tensor that a user has assigned would be lost.
+            self._keep_changes()
         self._inside += 1
         if self._inside == 1:
             self._renew()
@@ -715,7 +725,8 @@ class Training:
         if not learns:
             self.cycle.expect("forward", [slab.index for slab in self.plan.of_params])
             return
-        # The optimizer steps the buckets in alternating direction, so even and odd steps have different cycles.
+        # The optimizer steps the buckets in alternating direction. So slabs are used in one order in even steps, and in
+        # another one in odd steps.
         kind = "even" if self._steps % 2 == 0 else "odd"
         self.cycle.expect(kind, self.cycle.default, begin=not self._open)
         self._open = True
@@ -735,13 +746,14 @@ class Training:
 
     def _leave(self, step: Step, outputs: Any) -> None:
         if not self._forward or self._forward[-1][0] is not step:
-            return  # _enter() did not run
+            return  # _enter() has raised or did not run, and has brought nothing into memory
         with self._guard():
             _, hooks = self._forward.pop()
             if hooks is not None:
                 hooks.__exit__(None, None, None)
             kept = [memory for slab in step.slabs if (memory := self._let_go(slab)) is not None]
-        # After an exception (outputs is None), the traceback legitimately keeps local variables, parameters included.
+        # After an exception (outputs is None), the traceback keeps the module's local variables, which may be
+        # parameters. That is no fault of the module, so do not check then.
         if outputs is not None and kept:
             gc.collect()
             if any(_users(memory) > 1 for memory in kept):
@@ -859,7 +871,8 @@ class Training:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that autograd saves for a tensor: a reference if the tensor is in a slab."""
-        # A lazy conjugate or negative has the slab's memory but other values, so its values are saved.
+        # A lazy conjugate or negative has the slab's memory but other values than those there. Compute the values, and
+        # save them in place of a reference.
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         found = self._slab_at(tensor)
@@ -892,7 +905,8 @@ class Training:
             elements = slab.here[saved.offset :]
             elements = elements[: len(elements) // saved.dtype.itemsize * saved.dtype.itemsize]
             tensor = elements.view(saved.dtype).as_strided(saved.shape, saved.stride)
-            # Outside of the backward pass (a user reads grad_fn._saved_self), no later node would end the hold.
+            # If a user reads grad_fn._saved_self, no backward pass is running, and no node will end the hold. So return
+            # a copy, and end the hold now.
             if not is_asked_by_node:
                 tensor = tensor.clone()
                 self._let_go(slab)
@@ -901,9 +915,10 @@ class Training:
     # Backward
 
     def _see_node(self) -> float:
-        """Release slabs that neither the running node nor older ones need; return the running node's sequence number.
+        """Release slabs that the backward pass no longer needs; return the sequence number of the node that runs.
 
-        All nodes that still have to run are older, because autograd runs the newest nodes first.
+        A slab in ``_backward`` is needed by nodes with its sequence number or higher ones. The nodes that still have to
+        run have lower numbers than the running one, because autograd runs the newest nodes first.
         """
         self._begin_backward()
         sequence: float = _node()._sequence_nr()
@@ -1027,7 +1042,10 @@ class Training:
             self._note_freed(nbytes)
 
     def _note_freed(self, nbytes: int) -> None:
-        """Count freed bytes, and trim the heap at times: glibc keeps freed blocks that are between used ones."""
+        """Count freed bytes, and trim the heap after each :data:`_TRIM_NBYTES` of them.
+
+        glibc does not return freed blocks that are between used ones to the system until the heap is trimmed.
+        """
         self._freed_nbytes += nbytes
         if self._freed_nbytes >= _TRIM_NBYTES:
             self._freed_nbytes = 0
@@ -1075,9 +1093,8 @@ class Training:
             change, params = gradients.pending[0]
             if chosen := [view for param, view in views.items() if param in params]:
                 change(chosen)
-            del gradients.pending[
-                0
-            ]  # a retry must not make this change again if a later one raises
+            # Delete the change now: if a later one raises, a retry must not make this one again.
+            del gradients.pending[0]
 
     def _views(self, gradients: Slab) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients in a held slab, by parameter."""
@@ -1116,7 +1133,7 @@ class Training:
 
     @torch.no_grad()
     def norms(self, params: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor | None]:
-        """Return norms of gradients: those computed when gradients arrived, and others after reading the gradients.
+        """Return norms of gradients. Those that were not computed when the gradients arrived need reads of these.
 
         The norm is None for parameters without elements: they are in no slab.
         """
@@ -1135,7 +1152,8 @@ class Training:
         self, params: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
         """Do what ``torch._amp_foreach_non_finite_check_and_unscale_`` does, for gradients on drives."""
-        # Norms of an order that is not positive are finite for some infinite elements.
+        # The norms are computed to find infinite elements. Norms of an order that is not positive may be finite in
+        # spite of infinite elements, so use the 2-norm instead of these.
         kind = self._norm_type or 0.0
         norms = self.norms(params, kind if kind > 0 else 2.0)
         scale = inv_scale.detach().clone()
@@ -1144,18 +1162,23 @@ class Training:
             found = torch.zeros((), device=views[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(views, found, scale.to(found.device))
 
-        # A finite norm implies finite elements. An infinite one does not: the norm may exceed the range of its dtype.
+        # If all norms are finite, all elements are, too. If one is not, its elements may still be finite, because the
+        # norm may exceed the range of its dtype. Then read the gradients to find out.
         if not all(norm is None or norm.isfinite().item() for norm in norms):
             for views in self._read(self._slabs_of_gradients(params)):
                 if not all(view.isfinite().all() for view in views.values()):
                     found_inf.fill_(1.0)
         if scale.item() != 1.0:
-            self.change_gradients(unscaled, params)  # GradScaler calls this once for each dtype
+            # Not all gradients, only these: GradScaler calls this method once for each dtype.
+            self.change_gradients(unscaled, params)
 
     # The optimizer's step
 
     def lent_gradient(self, param: torch.Tensor) -> GradientElsewhere:
-        """Return the object through which the lender gets a gradient, a view of its slab, which must be in memory."""
+        """Return the object through which the lender gets a gradient.
+
+        When the lender gets it, the slab with the gradient must be in memory: the gradient is a view of it.
+        """
         slab, field = self.plan.place_of[param]
         gradients = slab.gradients
         assert gradients is not None
@@ -1188,7 +1211,8 @@ class Training:
     def bring(self, params: Iterable[torch.Tensor] | None) -> None:
         """Bring a bucket's parameters and gradients into memory, and release those of the bucket before.
 
-        With None, release the parameters and gradients of all buckets: the optimizer's step is over, or has failed.
+        With None, release the parameters and gradients of all buckets: the optimizer's step is over, or has failed, or
+        (with ``step_in_backward``) continues when the backward pass has computed more gradients.
         """
         wanted = [] if params is None else self._wanted(params)
         if params is not None:
@@ -1196,7 +1220,8 @@ class Training:
         for slab in [slab for slab in self._stepping if slab not in wanted]:
             self._stepping.remove(slab)
             self._let_go(slab)
-            # Gradients that no remaining bucket needs are dropped unwritten. After a failure, a retry needs them.
+            # Gradients that no remaining bucket needs are dropped without a write. With params=None they are kept:
+            # after a failure, retry() needs them, and otherwise end_step() drops them.
             if slab.is_of_gradients and not self._left[slab] and params is not None:
                 self.cycle.drop(slab.index)
         new = [slab for slab in wanted if slab not in self._stepping]
@@ -1250,7 +1275,8 @@ class Training:
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
     ) -> None:
-        # Check the modules below, too: an exception when the parameters of this one are held would leave them so.
+        # Check the parameters of the modules below, too. torch loads these modules between the two hooks of this one.
+        # If a hook of a module below raised, the parameters of this module would stay held.
         slab_of = {
             name: self.plan.place_of[param][0]
             for name, param in module.named_parameters(remove_duplicate=False)
@@ -1305,7 +1331,7 @@ class StoredGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about metadata, let GradScaler unscale, and raise for all other operations."""
+        """Perform operations that need only metadata, let GradScaler unscale, and raise for all others."""
         name, asked, is_attribute = question(func)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             gradients, found_inf, inv_scale = args
@@ -1417,7 +1443,8 @@ def _class_of_away(training: Training) -> type[nn.Parameter]:
             )
             raise RuntimeError(
                 f"the parameter {names.get(found, '')} is on a drive, and {name} needs its values: {_REMEDY}. If a "
-                "module's forward() uses parameters of modules below it, pass it as one of blocks"
+                "module's forward() uses parameters of modules below it, pass that module to offload_training() in "
+                "blocks="
             )
 
         def __repr__(self) -> str:  # type: ignore[override]
@@ -1432,13 +1459,14 @@ def _node() -> Any:
 
 
 def _refuse_second_order(*_: Any) -> None:
-    # While autograd runs nodes, gradients are enabled only with create_graph=True: then it records these nodes, too.
+    # While autograd runs the nodes of a backward pass, gradients are enabled only with create_graph=True, which records
+    # the operations of these nodes for a second backward pass.
     if torch.is_grad_enabled() and _node() is not None:
         raise RuntimeError(_SECOND_ORDER)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors; copies share memory where the originals do."""
+    """Return copies of tensors. Copies of tensors that share a storage share one, too."""
     storages: dict[int, torch.UntypedStorage] = {}
     made = []
     for tensor in tensors:

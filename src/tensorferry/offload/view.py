@@ -1,4 +1,8 @@
-"""The state of an offloaded optimizer as a mapping that users read and write as if it were in memory."""
+"""The state of an offloaded optimizer as a mapping that users read and write as if it were in memory.
+
+``optimizer.state[param]`` is read from the drive and *handed out* to the user, as a dict of ordinary tensors. The user
+may change the dict and the tensors. Before the next step, what has changed is written back.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ if TYPE_CHECKING:
 
     from tensorferry.offload.optimizer import OffloadedOptimizer
 
-# Users may change the states that they have received. If these have more than this many bytes, all of them are compared
-# with their original contents, and changed ones are written back, before another state is handed out.
+# The states that users have received stay in memory. If they have more than this many bytes, settle() is called before
+# another state is handed out: it writes the changed ones back and drops the references to all of them.
 _GIVEN_NBYTES = 32 << 20
 
 
@@ -62,8 +66,9 @@ for _name in (
 class HandedOutStates:
     """States that users have received since the last step.
 
-    Before the next step, each state is compared with its original contents, and written back if it differs. A later
-    change of a state of an earlier step, or of one of its tensors, would be lost silently, so the next step raises.
+    Before the next step, each state is compared with its original contents, and written back if it differs. From then
+    on it is a state of an earlier step: nothing that a user writes to it, or to one of its tensors, reaches the
+    optimizer. Such a write would be lost silently, so the next step raises.
     """
 
     def __init__(self, put_back: Callable[[torch.Tensor, dict[Any, Any] | None], None]) -> None:
@@ -75,7 +80,7 @@ class HandedOutStates:
     def state_of(
         self, param: torch.Tensor, read: Callable[[torch.Tensor], dict[Any, Any]]
     ) -> dict[Any, Any]:
-        """Return a parameter's state, which is the same object until the next step."""
+        """Return a parameter's state, which is the same object until :meth:`settle` is called."""
         if param not in self._states:
             if self._nbytes > _GIVEN_NBYTES:
                 self.settle()
@@ -85,7 +90,7 @@ class HandedOutStates:
         return self._states[param][0]
 
     def settle(self) -> None:
-        """Write changed states back; from now on all of them belong to an earlier step.
+        """Write changed states back. From now on all states that were handed out count as those of an earlier step.
 
         Raises
         ------

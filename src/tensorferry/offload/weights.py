@@ -1,4 +1,8 @@
-"""Models larger than memory: the forward pass reads weights ahead of their use from safetensors files."""
+"""Models larger than memory: the forward pass reads weights ahead of their use from safetensors files.
+
+A *pass* is a forward pass of the whole model. It is a sequence of *steps*: runs of modules that have weights
+(``streaming.py``). A user may also call a module of the model outside of a pass: a *part* of the model.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +146,7 @@ class WeightStream:
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
-        # Tensors of the files that modules such as TableEmbedding read themselves.
+        # Tensors that modules such as TableEmbedding read from the files themselves: no warning about these.
         left = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules(remove_duplicate=False)
@@ -170,7 +174,7 @@ class WeightStream:
         self._lock = threading.RLock()
         self._owner: int | None = None  # the thread that runs a pass
         self._parts_lock = threading.Lock()
-        self._parts_owner: int | None = None  # the thread that called a part of the model last
+        self._parts_owner: int | None = None  # the last thread that has called a part of the model
         self._passes = 0
         self._seconds = 0.0
         self._closed = False
@@ -195,9 +199,9 @@ class WeightStream:
         -------
         dict of str to int or float
             ``passes`` and the ``seconds`` they took; ``read_nbytes``, the number of ``waits`` for a read and the
-            ``wait_seconds``; ``unexpected_steps``, which were out of order; the bytes of all weights
-            (``weights_nbytes``), of those that stay in memory (``kept_nbytes``), and of the memory for all of them
-            (``memory_nbytes``).
+            ``wait_seconds``; ``unexpected_steps``, the runs of modules in another order than in the pass before; the
+            bytes of all weights (``weights_nbytes``), of those that stay in memory (``kept_nbytes``), and of the memory
+            in which weights are kept or read (``memory_nbytes``).
         """
         counters = self._streaming.counters
         return {
@@ -250,7 +254,10 @@ class WeightStream:
     def _steps(
         self, model: nn.Module, whole: tuple[type[nn.Module], ...]
     ) -> tuple[list[nn.Module], list[list[int]]]:
-        """Return the modules that need weights, and for each the numbers of its weights and its enclosing modules'."""
+        """Return the modules that need weights, and for each module the numbers of all weights that it needs.
+
+        These are its own weights and those of the enclosing modules, whose forward() is running meanwhile.
+        """
         of_module: dict[int, list[Weight]] = {}
         for weight in self._weights:
             for module, _ in weight.matched.places:
@@ -323,7 +330,11 @@ class WeightStream:
             return result
 
     def _call_hook(self, hook: Callable[..., None], *args: Any) -> None:
-        """Call a module's hook; through a bound method, so copying the module reaches :meth:`__reduce__`."""
+        """Call a module's hook.
+
+        Hooks are registered as this bound method, which refers to the stream. So pickling or copying the module also
+        pickles or copies the stream, whose :meth:`__reduce__` raises.
+        """
         hook(*args)
 
     def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -332,7 +343,8 @@ class WeightStream:
             self._streaming.acquire(step)
             return
         self._after_fork()
-        # Hold the lock until the step has its weights; from then on, _check_parts() refuses other threads.
+        # Hold the lock until the step has its weights. From then on, the weights are in use, and _check_parts() raises
+        # in other threads.
         with self._parts_lock:
             if self._owner is not None:
                 raise RuntimeError(_ONE_THREAD)
@@ -346,7 +358,7 @@ class WeightStream:
             self._streaming.release(step)
 
     def _check_parts(self) -> None:
-        """Raise if another thread runs a part of the model, which must keep its weights."""
+        """Raise if another thread runs a part of the model: that part must keep its weights until it has ended."""
         if self._parts_owner in (None, threading.get_ident()) or not self._streaming.in_use:
             return
         if any(thread.ident == self._parts_owner for thread in threading.enumerate()):
@@ -421,7 +433,7 @@ def _differ(one: Matched, other: Matched) -> bool:
 
 
 def _bytes(one: Matched) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a tensor in pieces, which share memory."""
+    """Yield the bytes of a tensor in pieces. All of them use the same memory: read each before taking the next."""
     piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8, device="cpu")
     filled = 0
     for part in one.parts:
