@@ -145,6 +145,18 @@ def test_an_error_without_a_file_name_is_not_taken_for_one_of_the_output(
     assert complaint == f"command: [Errno {number}] {os.strerror(number)}\n"
 
 
+def test_a_refusal_is_told_though_the_output_cannot_be_written() -> None:
+    program = """
+from tensorferry.cli.exit_codes import ExitError, reporting_failures
+with reporting_failures("this"):
+    print("output")
+    raise ExitError(2, ["refused"])
+"""
+    python = ["env", "-u", "PYTHONUNBUFFERED", sys.executable]  # the error comes with the flush
+    command = ["sh", "-c", 'exec "$@" > /dev/full', "sh", *python, "-c", program]
+    assert ended(*command, expect=2).stderr == "this: refused\n"
+
+
 @pytest.mark.parametrize("arguments", [("ls", "."), ("fly",)])
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_whose_streams_are_closed_ends_as_any_other(

@@ -514,12 +514,17 @@ def test_a_child_does_not_wait_for_a_lock_that_nobody_gives_back(directory: Path
 
 def test_an_inner_block_does_not_forget_the_first_interrupt() -> None:
     interrupts = Interrupts()
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
-        signal.raise_signal(signal.SIGINT)
+
+    def interrupt_twice() -> None:
         with interrupts.deferred():
-            pass
-        signal.raise_signal(signal.SIGINT)
-        assert interrupts.was_repeated()
+            signal.raise_signal(signal.SIGINT)
+            with interrupts.deferred():
+                pass
+            signal.raise_signal(signal.SIGINT)
+            assert interrupts.was_repeated()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
 
 
 def test_an_interrupt_is_heard_where_a_step_fails_too() -> None:

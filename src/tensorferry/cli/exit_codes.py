@@ -74,8 +74,13 @@ def reporting_output_errors(command: str) -> Iterator[None]:
     try:
         try:
             yield
-        finally:
-            output.flush()
+        except BaseException:
+            try:
+                output.flush()
+            except _OutputError:
+                _discard(plain)  # the exception of the block says more
+            raise
+        output.flush()
     except _OutputError as error:
         _exit_for_output(command, plain, error.__cause__)
     except OSError as error:
@@ -141,14 +146,18 @@ def reporting_failures(command: str) -> Iterator[None]:
 
 def _exit_for_output(command: str, stdout: Any, error: Any) -> NoReturn:
     """Exit because the command's own output cannot be written."""
-    # At exit, the interpreter flushes stdout again. Send what is left in its buffer to /dev/null.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stdout.fileno())
-    os.close(nowhere)
+    _discard(stdout)
     # BrokenPipeError: the reader closed the pipe on purpose, as head(1) does.
     if not isinstance(error, BrokenPipeError):
         say_problems(command, [f"its output cannot be written: {error.strerror}"])
     sys.exit(FAILED)
+
+
+def _discard(stdout: Any) -> None:
+    """Send what is left in the buffer of stdout to /dev/null: at exit, the interpreter flushes stdout again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stdout.fileno())
+    os.close(nowhere)
 
 
 def say_problems(command: str, problems: Iterable[object]) -> None:

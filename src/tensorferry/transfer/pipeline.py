@@ -242,8 +242,8 @@ class Pipeline(Owned, Generic[_Read]):
             held_nbytes = self._held_end - first._held_before - first.released_nbytes
             if held_nbytes + read.memory_nbytes > self.memory_nbytes:
                 return False
-        in_flight = self._in_flight
-        _drop_from_front(in_flight, lambda read: read.done())
+        _drop_from_front(self._in_flight, lambda read: read.done())
+        in_flight = list(self._in_flight)  # a signal handler may drop more of them
         if len(in_flight) < 2:
             return True
         return (
