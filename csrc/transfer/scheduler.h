@@ -147,8 +147,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // completed. Called for a write once it no longer has to wait for an overlapping one.
   void line_up(const std::shared_ptr<Transfer>& transfer);
 
-  // Help the workers with a submitted transfer: if it only copies cached data, take blocks of it and copy them on this
-  // thread. Returns true when no block is left to take, false on timeout.
+  // Help the workers with a submitted transfer of a file in memory: take blocks of it and copy them on this thread.
+  // Returns true if this thread has nothing more to do: no block is left, a block went to a helper because it must wait
+  // for bounce memory, or the file is not in memory. Returns false if the time is over; the caller may call again.
   bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
 
   // The ids of requests that finished since the last call, and the ids that were passed to let_go() since then.

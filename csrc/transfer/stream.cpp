@@ -27,7 +27,7 @@ class Stock {
  public:
   Stock() { kept_.reserve(Stream::max_buffers + together); }
 
-  // Take a buffer; empty at the limit, unless `insist` is set.
+  // Take a buffer. It is empty if the limit is reached and `insist` is not set, or if there is no memory.
   Stream::Memory take(uint64_t device, bool insist) {
     {
       std::lock_guard lock(mutex_);

@@ -200,7 +200,9 @@ def told(names: list[str], between: str = ", ") -> str:
 def users(
     model: nn.Module, is_whole: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[nn.Module, list[nn.Module], list[nn.Module]]]:
-    """Yield each module that runs, the modules with the parameters that it uses, and the enclosing modules in use.
+    """Yield for each module that runs: the module, the modules whose parameters it uses, and those in use around it.
+
+    The third list has the modules whose parameters the modules around this one use: they run while it runs.
 
     A module without its own forward(), such as a ParameterList, belongs to the nearest module above that has
     one. A module for which ``is_whole`` is true also uses the parameters of all modules below it.

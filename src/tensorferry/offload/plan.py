@@ -382,7 +382,7 @@ class Planner:
             yield unit
             return
         element_nbytes = sum(each.dtype.itemsize for each in unit.fields)
-        # No padding is needed: fields of this many elements are whole pages.
+        # No padding is needed between the fields of a piece: each field of this many elements is whole pages.
         count = max(size // element_nbytes // GRANULE, 1) * GRANULE
         for start in range(0, local.numel(), count):
             stop = min(start + count, local.numel())

@@ -193,7 +193,7 @@ class safe_open:  # noqa: N801
             The plan is empty or names an unknown tensor, or the framework lacks a dtype.
         """
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise ValueError(f"threads: {threads!r} is not a number of threads")
+            raise ValueError(f"threads: {threads!r} is not a positive integer")
         framework = self._framework
         if device is not None:
             framework = framework_of(framework.name, device)

@@ -104,8 +104,9 @@ def open_stored(
 ) -> tuple[bytes, dict[str, TensorVersion]]:
     """Open the files of a store for reading, and register their pieces. Return the record and the tensors."""
     names = manifests.names_in(paths[0]) or [manifests.NAME]
-    # A process that was killed within a commit may have renamed the last manifest to PREVIOUS_NAME and not written a
-    # new one. The renamed manifest is then both that of the last commit and that of the previous one.
+    # A commit renames the existing manifest to PREVIOUS_NAME, and then the new one to NAME. After a process was killed
+    # in between, only PREVIOUS_NAME exists: the last complete commit, which is also the one before the interrupted
+    # commit. It is opened with and without `previous`. If only NAME exists, PREVIOUS_NAME is looked for, and not found.
     if previous and len(names) == 1:
         names = [manifests.PREVIOUS_NAME] * 2
     path = os.path.join(paths[0], names[previous])  # noqa: PTH118

@@ -381,7 +381,7 @@ def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is None:
         return collections.defaultdict()
     if type(factory) is not Constructor or factory.name not in _FACTORIES:
-        raise RefusedError("a defaultdict made from something other than plain values")
+        raise RefusedError("a defaultdict with a factory that is not a plain type")
     return collections.defaultdict(_FACTORIES[factory.name])
 
 

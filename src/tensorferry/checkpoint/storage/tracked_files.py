@@ -56,7 +56,7 @@ class TrackedFileSystem(filesystem.FileSystem):
                 self._condition.notify_all()
 
     def stop(self) -> None:
-        """Refuse to open more files, and return when all open files have been closed."""
+        """Refuse to open more files, and wait until all open files are closed, for a minute at most."""
         with self._condition:
             self._is_stopped = True
             self._condition.wait_for(lambda: self._open_count == 0, _MAX_WAIT_SECONDS)

@@ -63,7 +63,7 @@ def verify(
 
 
 def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
-    """Return the entries of a checkpoint by name, or the tensors of a file of torch.save or safetensors in file order.
+    """Return the entries of a checkpoint, sorted by name, or the tensors of a single file, in the order of the file.
 
     Raises
     ------
