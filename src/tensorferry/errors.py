@@ -69,7 +69,10 @@ class ShortReadError(StorageError):
 
 
 class ChecksumError(StorageError):
-    """A chunk's bytes do not have the expected checksum. Except with ``in_place``, none of these bytes is in an array.
+    """A chunk's bytes do not have the expected checksum.
+
+    None of these bytes is in the caller's array, unless the read had ``Checksums(in_place=True)``: then bytes are
+    compared after they have arrived there.
 
     Attributes
     ----------

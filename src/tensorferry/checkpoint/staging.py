@@ -246,8 +246,8 @@ class _Plan:
         self.nbytes = 0
         self.has_accelerator_tensors = False
         self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, sorted by offset
-        # By the id of a region: a storage with the region's memory in the image, which the copies of all its tensors
-        # share, and the region's offset in that storage.
+        # For each region, by its id: the storage in the image that the copies of all tensors of the region share, and
+        # the region's offset there. A storage has one region, at offset 0; in a shared image it has all regions.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         finder = _Finder()
         finder.dump(state)

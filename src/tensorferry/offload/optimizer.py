@@ -777,7 +777,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._committed = True
 
     def _load(self, saved: Saved, *, with_params: bool) -> int:
-        """Load state and groups from a checkpoint or commit, and parameters ``with_params``; return its step."""
+        """Load state and groups from a checkpoint or commit; if ``with_params``, load the parameters, too.
+
+        Return the step of the checkpoint or commit.
+        """
         saved.check_groups(self.param_groups)
         twin = twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})

@@ -63,11 +63,13 @@ _MAGNITUDES = (1.0, 1.0, 1e-1, 1.0, 1e-2, 1e-4, 1e-6, 0.0)
 # 0, with which a trial would change no parameter and show nothing.
 _RATE = 1e-3
 
-# The cuts that are tried to compare pieces with the whole parameter. A kernel processes elements in vectors. Some of
-# torch's kernels, for bfloat16 among others, round elements at the end that do not fill a vector differently, and the
-# range of each thread may have such an end. Cuts of a small parameter at odd lengths reveal this. They are not
-# tried with fused kernels, in which threads' ranges end at cache lines. Cuts of a large parameter at multiples of
-# GRANULE, as in real steps, are always tried, with enough elements for several threads (32,768 each).
+# The cuts that are tried to compare pieces with the whole parameter. A kernel processes elements in vectors. If the
+# last elements of a thread's range do not fill a vector, some of torch's kernels, for bfloat16 among others, round
+# these elements in another way. So a piece may have other results than the same elements of the whole parameter, whose
+# threads have other ranges. Cuts of a small parameter at odd lengths reveal this. They are not tried with fused
+# kernels: there a thread's range ends at a cache line, which is a whole number of vectors, so odd cuts would show a
+# difference that real steps cannot have. Cuts of a large parameter at multiples of GRANULE, as in real steps, are
+# always tried, with enough elements for several threads (32,768 each).
 _CUT_NUMEL, _ODD_CUTS = 7680, (*range(0, 7680, 509), 7680)
 _LARGE_NUMEL, _LARGE_CUTS = 131101, (0, GRANULE, 11 * GRANULE, 131101)
 

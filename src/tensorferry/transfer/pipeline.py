@@ -300,7 +300,7 @@ class Pipeline(Owned, Generic[_Read]):
             reads = [read for read in self._held if not read.released]
             for read in reads:
                 read.cancel()
-            # Completes the cleanup even after another KeyboardInterrupt.
+            # The stack makes all of these calls even if a KeyboardInterrupt ends one of them.
             with contextlib.ExitStack() as closing:
                 for read in reads if wait else ():
                     closing.callback(read.cancel, wait=True)

@@ -268,12 +268,13 @@ class Leader(Follower):
         if there is not None and there[0] != save.metadata:
             owned = MANIFEST in bucket.records_of(step, id_of(there[0]))
             if not (owned and job["replace"]):
-                origin = "" if owned else ", which no mirror made"
-                raise ValueError(
-                    f"{bucket.key(metadata_key(step))}: there is another checkpoint of this step{origin} (remedies: "
-                    "mirror to another prefix; or, if a mirror made it, continue from it by restore(), or save with "
-                    "overwrite=True)"
+                remedy = (
+                    " (remedies: continue from it by restore(), save with overwrite=True, or mirror to another prefix)"
+                    if owned
+                    else ", which no mirror made (remedy: mirror to another prefix)"
                 )
+                key = bucket.key(metadata_key(step))
+                raise ValueError(f"{key}: there is another checkpoint of this step{remedy}")
         notes: list[str] = []
         # After a return to an older step, checkpoints of later steps must not be restored: they are set aside. But the
         # bucket must have a checkpoint at every moment. So set them aside before the upload only if the bucket also has

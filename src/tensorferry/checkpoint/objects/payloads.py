@@ -198,7 +198,9 @@ class ArchiveDirectory:
         if entry.header_offset < 0:  # zipfile does not check the offsets in the directory
             raise self.damage_error(record, "the zip directory gives a negative offset for it")
         if begin < entry.header_offset + zips.LOCAL_HEADER.size + len(entry.filename.encode()):
-            raise self.damage_error(record, "its data would overlap the next record")
+            raise self.damage_error(
+                record, "its data does not fit between its header and the next record"
+            )
         return record
 
 

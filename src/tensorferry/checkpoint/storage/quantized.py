@@ -73,7 +73,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
     """Loads quantized models as torch's QuantizedHuggingFaceStorageReader does, and dequantizes while it reads.
 
     ``x.weight`` with ``x.weight_scale_inv`` is a matrix in square blocks, each with a scale. ``x_blocks`` with
-    ``x_scales`` is MXFP4; planners see the size of its values. Other tensors are loaded unchanged.
+    ``x_scales`` is MXFP4; the metadata has the shape of its values, not of its codes. Other tensors are loaded
+    unchanged.
 
     Parameters
     ----------
@@ -382,7 +383,10 @@ class _Blockwise(Item):
         gap_nbytes: int,
         pool: destinations.BufferPool,
     ) -> Iterator[ReadRequest]:
-        """Return the requests that read the codes and put their values into a plain tensor."""
+        """Return the requests that read a slice's codes, dequantize them, and put the values into ``target``.
+
+        The target is a strided tensor of the slice's size.
+        """
         for piece in self.pieces:
             put = functools.partial(self._put, piece, self.scales.take(piece.scales), target)
             yield from destinations.slab_requests(
