@@ -227,7 +227,7 @@ void PyFuture::note_caller() {
 
 bool PyFuture::is_over() const {
   if (request_) return request_->done();
-  return several_.is_valid() && nb::cast<bool>(call_python(several_.attr("done")));
+  return several_.is_valid() && nb::cast<bool>(call_python(attribute(several_, "done")));
 }
 
 bool PyFuture::done() {
@@ -247,7 +247,7 @@ void PyFuture::cancel_request() {
   if (request_) {
     request_->core->cancel();
   } else {
-    (void)call_python(several_.attr("cancel"));
+    (void)call_python(attribute(several_, "cancel"));
   }
 }
 
@@ -259,7 +259,7 @@ bool PyFuture::was_cancelled(nb::handle exception) const {
 }
 
 nb::object PyFuture::failure() const {
-  return request_ ? request_->exception() : call_python(several_.attr("exception"));
+  return request_ ? request_->exception() : call_python(attribute(several_, "exception"));
 }
 
 // Return the outcome of a transfer that has ended. All callers, on any thread, get the same object.
@@ -298,7 +298,7 @@ nb::object PyFuture::exception(std::optional<double> timeout_seconds) {
   if (!is_over()) {
     check_process();
     const bool over = request_ ? request_->wait(timeout_seconds)
-                               : nb::cast<bool>(call_python(several_.attr("wait"), timeout_seconds));
+                               : nb::cast<bool>(call_python(attribute(several_, "wait"), timeout_seconds));
     if (!over) {
       const nb::str text = nb::str("the transfer has not ended within {} seconds").format(nb::cast(timeout_seconds));
       raise_error(PyExc_TimeoutError, text.c_str());
@@ -384,7 +384,7 @@ void PyFuture::notify(const PyCompletionQueue& queue, uint64_t token) const {
     request_->check_process();
     request_->core->notify([queue = queue.core, token] { queue->push(token); });
   } else {
-    (void)call_python(several_.attr("notify"), nb::cast(queue), token);
+    (void)call_python(attribute(several_, "notify"), nb::cast(queue), token);
   }
 }
 
@@ -412,12 +412,12 @@ void PyFuture::warn_if_unseen() {
 void PyFuture::warn_of_unseen() {
   while (const nb::object found = Unseen::get().take()) {
     auto* const one = nb::inst_ptr<PyFuture>(found);
-    one->asked_ = true;
     try {
       one->warn_if_unseen();
     } catch (nb::python_error& error) {  // where warnings are errors; the other futures warn as well
       error.discard_as_unraisable(found);
     }
+    one->asked_ = true;
   }
 }
 

@@ -39,8 +39,15 @@ nb::object call_python(nb::handle function, const Arguments&... arguments) {
   return nb::steal(found);
 }
 
+// Return an attribute. The name is interned: Python's cache of methods would keep each new string for the same name.
+inline nb::object attribute(nb::handle object, const char* name) {
+  return object.attr(nb::steal(PyUnicode_InternFromString(name)));
+}
+
 // Return an attribute of a module, mostly a function of this package.
-inline nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
+inline nb::object imported(const char* module, const char* name) {
+  return attribute(nb::module_::import_(module), name);
+}
 
 // Create the exception of tensorferry.errors that describes a fault.
 nb::object exception_of(const Fault& fault);

@@ -167,7 +167,7 @@ def test_blocks_of_matrices_are_dequantised_as_torchs_reader_does(
     with small_steps() if many else contextlib.nullcontext():
         ours = read(reader, requests, wanted)
     assert_same_bits(ours, theirs)
-    if tuple(lengths) == sizes:
+    if tuple(lengths) == sizes and not many:  # pieces that end within a block share its scales
         assert reader.nbytes_read == weight["a.weight"].nbytes + scale["a.weight_scale_inv"].nbytes
 
 
