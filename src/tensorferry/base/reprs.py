@@ -27,7 +27,7 @@ def safe_repr(show: Callable[[_T], str]) -> Callable[[_T], str]:
     return wrapper
 
 
-def first_of(texts: Sequence[str], count: int) -> str:
-    """Return the first ``count`` texts, separated by commas, and how many more there are."""
+def first_of(texts: Sequence[str], count: int, between: str = ", ") -> str:
+    """Return the first ``count`` texts, with ``between`` between them, and how many more there are."""
     more = len(texts) - count
-    return ", ".join(texts[:count]) + (f" and {more} more" if more > 0 else "")
+    return between.join(texts[:count]) + (f" and {more} more" if more > 0 else "")

@@ -13,6 +13,7 @@ import typer
 from rich.filesize import decimal
 from rich.text import Text
 
+from tensorferry.base.reprs import first_of
 from tensorferry.cli.consoles import (
     AsJson,
     bytes_bar,
@@ -251,9 +252,7 @@ def _show_report(report: Report) -> None:
     if len(report.problems) > _SHOWN:
         say(console, f"and {len(report.problems) - _SHOWN} more")
     if report.unverified:
-        shown = ", ".join(map(repr, report.unverified[:_SHOWN]))
-        more = len(report.unverified) - _SHOWN
-        shown += f" and {more} more" if more > 0 else ""
+        shown = first_of([*map(repr, report.unverified)], _SHOWN)
         say(console, printable(f"could not be verified, because they have no checksum: {shown}"))
         if any(name.endswith(".safetensors") for name in report.unverified):
             say(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from tensorferry.base.reprs import first_of
 from tensorferry.offload.absent import AbsentParameter
 from tensorferry.offload.conversions import Elements, Layout, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
@@ -192,9 +193,7 @@ def _assemble(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matche
 
 def told(names: list[str], between: str = ", ") -> str:
     """Return names for a message: the first ones, and how many more there are."""
-    more = len(names) - _MAX_NAMES
-    text = between.join(names[:_MAX_NAMES])
-    return f"{text} and {more} more" if more > 0 else text
+    return first_of(names, _MAX_NAMES, between)
 
 
 def users(

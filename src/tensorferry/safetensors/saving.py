@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.base.checks import checked_path
+from tensorferry.base.ranges import memory_order
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import DTYPES, NAMES, header_shape, name_of
 from tensorferry.safetensors.errors import SafetensorError
@@ -476,12 +477,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if storage.data_ptr() != tensor.data_ptr() or storage.nbytes() != tensor.nbytes:
         return False
-    step = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return memory_order(tensor.shape, tensor.stride()) is not None
 
 
 def group_by_memory(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
