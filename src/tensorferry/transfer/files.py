@@ -482,10 +482,8 @@ class File(TransferMethods):
         file = self._open_file(reading=not write, writing=write)
         scheduler = self._scheduler
         # run_plain handles the common kinds of arrays in one call of the core, and returns False for all others. This
-        # saves time, because in a small read the Python code takes longer than everything else except the drive. The
-        # core would take True for the offset 1; checked_offset() below refuses it.
-        is_plain = checksums is None and type(offset) is not bool
-        if is_plain and scheduler.run_plain(file, array, offset, write, sync, background):
+        # saves time, because in a small read the Python code takes longer than everything else except the drive.
+        if checksums is None and scheduler.run_plain(file, array, offset, write, sync, background):
             return array
         array, memory = memory_or_segments(array, writable=not write)
         transfer(
@@ -505,7 +503,7 @@ class File(TransferMethods):
         file = self._open_file(reading=not write, writing=write)
         scheduler = self._scheduler
         future = None
-        if checksums is None and type(offset) is not bool:
+        if checksums is None:
             future = with_descriptors(
                 scheduler,
                 lambda: scheduler.start_plain(file, array, offset, write, sync, background),
