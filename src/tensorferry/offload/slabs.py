@@ -149,12 +149,19 @@ class Cycle(Residency):
         Size of the memory for slabs.
     slabs : sequence of Slab
         All slabs, by index.
-    **options
-        ``all_in_flight`` and ``gpu``, as for :class:`~tensorferry.offload.residency.Residency`.
+    all_in_flight, gpu
+        As for :class:`~tensorferry.offload.residency.Residency`.
     """
 
-    def __init__(self, nbytes: int, slabs: Sequence[Slab], **options: Any) -> None:
-        super().__init__(slabs[0].store, nbytes, **options)
+    def __init__(
+        self,
+        nbytes: int,
+        slabs: Sequence[Slab],
+        *,
+        all_in_flight: bool = False,
+        gpu: int = -1,
+    ) -> None:
+        super().__init__(slabs[0].store, nbytes, all_in_flight=all_in_flight, gpu=gpu)
         # Read-ahead has handled all expected uses before this position of the order, which counts across cycles.
         self._frontier = 0
         self._orders: dict[str, Order] = {}  # by kind of cycle, such as "forward"; see expect()

@@ -77,13 +77,17 @@ class SchedulerGroup:
         """Move one array in a blocking call; see `_core.Scheduler.run`."""
         return self.of(file, arguments[3], arguments[9]).run(file, *arguments)
 
-    def run_plain(self, file: _core.File, *arguments: Any) -> bool:
+    def run_plain(
+        self, file: _core.File, array: object, offset: object, write: bool, *how: bool
+    ) -> bool:
         """Move one contiguous array in host memory in a blocking call; see `_core.Scheduler.run_plain`."""
-        return self.of(file, arguments[2]).run_plain(file, *arguments)
+        return self.of(file, write).run_plain(file, array, offset, write, *how)
 
-    def start_plain(self, file: _core.File, *arguments: Any) -> Any:
+    def start_plain(
+        self, file: _core.File, array: object, offset: object, write: bool, *how: bool
+    ) -> Any:
         """Start to move one contiguous array in host memory; see `_core.Scheduler.start_plain`."""
-        return self.of(file, arguments[2]).start_plain(file, *arguments)
+        return self.of(file, write).start_plain(file, array, offset, write, *how)
 
     def latest_settings(self) -> Settings | None:
         """Return the settings of the last transfer if they were those of a profile, else None."""
