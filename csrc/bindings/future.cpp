@@ -34,12 +34,6 @@ class Kept {
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
-nb::object attribute(nb::handle object, PyObject* name) {
-  PyObject* const found = PyObject_GetAttr(object.ptr(), name);
-  if (found == nullptr) throw nb::python_error();
-  return nb::steal(found);
-}
-
 // Call a method with at most one argument.
 nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr) {
   PyObject* const arguments[] = {object.ptr(), argument};
@@ -69,11 +63,11 @@ nb::object line_of_caller() {
   while (frame.is_valid() && !frame.is_none()) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-    const nb::object name = attribute(code, file_name);
+    const nb::object name = code.attr(nb::handle(file_name));
     if (PyUnicode_Tailmatch(name.ptr(), package.get().ptr(), 0, PY_SSIZE_T_MAX, -1) == 0) {
       return nb::make_tuple(name, PyFrame_GetLineNumber(raw));
     }
-    frame = attribute(frame, caller);
+    frame = nb::object(frame.attr(nb::handle(caller)));
   }
   return {};
 }

@@ -137,17 +137,17 @@ std::shared_ptr<BouncePool> Lane::pool() {
 }
 
 void Lane::stop() {
-  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->stop();
+  for (Helpers* helpers : all_helpers()) helpers->stop();
   std::lock_guard lock(mutex_);
   pool_.reset();  // a closed scheduler that is still referenced must not hold memory
 }
 
 void Lane::abandon() {
-  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->abandon();
+  for (Helpers* helpers : all_helpers()) helpers->abandon();
 }
 
 void Lane::let_end() {
-  for (Helpers* helpers : {&jobs_, &waits_, &syncs_, &streams_}) helpers->let_end();
+  for (Helpers* helpers : all_helpers()) helpers->let_end();
 }
 
 }  // namespace tensorferry

@@ -6,6 +6,7 @@
 // created at first use: if only the callers' own threads read and write the files of a device, its lane has no thread.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -103,6 +104,8 @@ class Lane {
   }
 
  private:
+  std::array<Helpers*, 4> all_helpers() { return {&jobs_, &waits_, &syncs_, &streams_}; }
+
   Lanes& lanes_;
   const uint64_t device_;
   std::mutex mutex_;  // guards the creation of the queue and the pool
