@@ -193,18 +193,23 @@ def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
     return found
 
 
-def scenario_missing(directory: Path, stage: int) -> str:
-    """Load a checkpoint without a file that the first rank misses; return the error."""
-    training = Training(stage, directory / "swaps")
-    training.engine.save_checkpoint(str(directory), tag="whole")
-    if dist.get_rank() == 0:
-        next((directory / "whole").glob("*_rank_0_*optim_states.pt")).unlink()
+def loaded_or_error(training: Training, directory: Path) -> str:
+    """Load a checkpoint once all ranks are here; return "loaded" or the error."""
     dist.barrier()
     try:
         training.engine.load_checkpoint(str(directory))
     except ValueError as error:
         return str(error)
     return "loaded"
+
+
+def scenario_missing(directory: Path, stage: int) -> str:
+    """Load a checkpoint without a file that the first rank misses; return the error."""
+    training = Training(stage, directory / "swaps")
+    training.engine.save_checkpoint(str(directory), tag="whole")
+    if dist.get_rank() == 0:
+        next((directory / "whole").glob("*_rank_0_*optim_states.pt")).unlink()
+    return loaded_or_error(training, directory)
 
 
 def scenario_damaged(directory: Path, stage: int, kind: str) -> str:
@@ -216,12 +221,7 @@ def scenario_damaged(directory: Path, stage: int, kind: str) -> str:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    dist.barrier()
-    try:
-        training.engine.load_checkpoint(str(directory))
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+    return loaded_or_error(training, directory)
 
 
 def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int) -> dict[str, Any]:
