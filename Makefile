@@ -8,7 +8,7 @@ VENV ?= .venv
 DEEPSPEED ?= 0.19.8
 DEEPSPEED_OLD ?= 0.18.2
 # Libraries for torch. Tests use their optimizers, hooks, models and trainers with tensorferry.
-LIBRARIES ?= accelerate diffusers lightning lion-pytorch peft pytorch-lightning pytorch-optimizer torchmetrics transformers
+LIBRARIES ?= accelerate diffusers lightning lion-pytorch peft muon-optimizer pytorch-lightning pytorch-optimizer schedulefree torchmetrics transformers
 # For `make test-gpu`: an interpreter with tensorferry, torch for CUDA and the test packages. Empty: that of VENV.
 GPU_PYTHON ?=
 # The interpreters for `make wheel`. Empty: all on PATH.

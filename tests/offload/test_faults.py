@@ -12,8 +12,8 @@ import torch
 
 from tensorferry import StorageError
 from tensorferry.offload import OffloadError, offload_optimizer
-from tensorferry.offload.lending import Lender
-from tests.offload.test_surroundings import Averaging
+from tensorferry.offload.loans import Lender
+from tests.offload.test_word import Averaging
 from tests.offload.twins import (
     SMALL,
     Gradients,
@@ -108,7 +108,7 @@ def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
 def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded, skip):
     wanted, params = parameters(), parameters()
     memory = Averaging(wanted)
-    drive = offloaded(Averaging(params), SMALL, path=faultfs.path)
+    drive = offloaded(Averaging(params), SMALL, path=faultfs.path, kind="elementwise")
     train(Gradients(wanted, params), memory, drive, steps=2)
     drive.drain()
     for param in (*wanted, *params):
@@ -138,7 +138,7 @@ def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(offloaded):
     kept = optimizer.state
     states = dict(kept)
     with pytest.raises(ValueError, match="refused"):
-        offloaded(optimizer, 64 << 20, master_dtype=torch.float32)
+        offloaded(optimizer, 64 << 20, master_dtype=torch.float32, kind="elementwise")
     assert optimizer.state is kept
     assert dict(kept) == states
 
@@ -177,15 +177,12 @@ def test_a_step_that_cannot_begin_changes_nothing(offloaded, monkeypatch):
     train(gradients, memory, drive)
     gradients.give()
     memory.step()
-    target_of = Lender.target_of
 
-    def fails(lender, param):
-        if param is params[5] and param.grad is not None:
-            raise MemoryError
-        return target_of(lender, param)
+    def fails(*_, **__):
+        raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lender, "target_of", fails)
+        patch.setattr(Lender, "lend", fails)
         with pytest.raises(MemoryError):
             drive.step()
     assert all(param.grad is not None for param in params)
@@ -320,3 +317,30 @@ def test_a_step_whose_commit_could_not_be_synced_is_committed_by_the_next_call(
     if retried:
         drive.retry()
     whole(wanted, params, memory, drive, gradients)
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+def test_a_layout_for_which_there_is_no_space_changes_nothing(faultfs, offloaded, budget):
+    """An option brings state for which the drive has no room."""
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    wanted, params = parameters(), parameters()
+    memory, drive = sgd(wanted), offloaded(sgd(params), budget, path=faultfs.path)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    drive.param_groups[0]["momentum"] = memory.param_groups[0]["momentum"] = 0.9
+    gradients.give()
+    kept = copies(params)
+    faultfs.order(Fault("fallocate", error=errno.ENOSPC))
+    with pytest.raises(StorageError) as caught:
+        drive.step()
+    assert caught.value.errno == errno.ENOSPC
+    assert_equal(kept, params)
+    faultfs.clear()
+    memory.step()
+    drive.step()
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+    assert_same_state(memory, drive)

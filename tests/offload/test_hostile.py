@@ -13,7 +13,7 @@ import torch
 from tensorferry import offload
 from tensorferry.base.processes import Interrupts
 from tensorferry.offload import plan
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.equality import same
 from tests.offload.numbered import ALL, SOME, Params, assert_same, parameters, params_of, step
 from tests.offload.twins import assert_equal, copies
 from tests.support.forks import held_by_another_thread, passes_in_child
@@ -52,32 +52,6 @@ class Pair:
         assert_same(self.ours, self.plain)
 
 
-class Simple(torch.optim.Optimizer):
-    """SGD with momentum; subclasses define the size of an update."""
-
-    def __init__(self, params: Any, lr: float = 0.1, **values: Any) -> None:
-        super().__init__(params, {"lr": lr, **values})
-
-    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        return 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            self.begin(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["m"] = torch.zeros_like(param)
-                    state["m"].add_(param.grad)
-                    scale = self.scale(group, param, state)
-                    param.add_(state["m"] * scale, alpha=-group["lr"])
-
-    def begin(self, group: dict[str, Any]) -> None:
-        pass
-
-
 # Parameters
 
 
@@ -89,26 +63,6 @@ def test_parameters_that_are_not_dense(directory: Path, budget: int) -> None:
         return [*map(torch.nn.Parameter, views), *parameters([(17,)])]
 
     pair = Pair(directory, torch.optim.AdamW, params, budget)
-    pair.step(0, 1, 2)
-    pair.assert_same()
-
-
-class OddState(Simple):
-    """An optimizer with state of single elements that have arbitrary strides."""
-
-    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        if "odd" not in state:
-            state["odd"] = torch.zeros(9).as_strided((1, 1), (3, 3))
-        state["odd"] += 1
-        return 1 / state["odd"].item()
-
-
-def test_single_elements_may_have_any_strides(directory: Path) -> None:
-    def params() -> Params:
-        odd = torch.ones(9).as_strided((1, 1), (3, 3))
-        return [torch.nn.Parameter(odd), *parameters([(5000,), (70, 80)])]
-
-    pair = Pair(directory, OddState, params)
     pair.step(0, 1, 2)
     pair.assert_same()
 
@@ -137,19 +91,17 @@ def test_parameters_without_elements(directory: Path) -> None:
     alone.step(0)
     for optimizer in (alone.plain, alone.ours):  # larger than the budget: no state in memory
         optimizer.add_param_group({"params": parameters([(300, 400)])})
-        [(_, state)] = optimizer.state.items()
+        state = optimizer.state_dict()["state"][0]
         assert state["exp_avg"].shape == (0,)
-        assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 1
+        assert state["step"] == 1
     alone.step(1)
     alone.assert_same()
-    with pytest.raises(offload.NotSeparableError, match="raised ZeroDivisionError"):
-        Pair(directory / "other", torch.optim.Adafactor, lambda: parameters([(0,)]))
 
 
 def test_a_parameter_that_is_laid_out_anew_is_refused_and_its_state_is_whole(
     directory: Path,
 ) -> None:
-    pair = Pair(directory, torch.optim.AdamW)
+    pair = Pair(directory, torch.optim.AdamW, budget=600 << 10)
     pair.step(0, 1)
     for groups in pair.groups():
         param = groups[0]["params"][0]
@@ -205,25 +157,6 @@ def test_thousands_of_small_parameters_are_planned_in_one_go(
 # Groups
 
 
-def test_groups_without_gradients_count_their_steps(directory: Path) -> None:
-    class Counting(Simple):
-        def begin(self, group: dict[str, Any]) -> None:
-            group["k"] += 1
-
-        def scale(self, group: dict[str, Any], *_: Any) -> Any:
-            return 1 / group["k"]
-
-    pair = Pair(
-        directory,
-        lambda params: Counting([{"params": params[:2]}, {"params": params[2:]}], k=0),
-    )
-    pair.step(0, 1, without=(0, 1))
-    pair.step(2)
-    pair.step(3, without=(0, 1, 2, 3, 4))
-    pair.assert_same()
-    assert pair.ours.param_groups[0]["k"] == 4
-
-
 def test_a_value_that_brings_other_state_has_it_laid_out_anew(directory: Path) -> None:
     pair = Pair(directory, lambda params: torch.optim.SGD(params, lr=0.1), budget=300 << 10)
     pair.step(0)
@@ -236,20 +169,6 @@ def test_a_value_that_brings_other_state_has_it_laid_out_anew(directory: Path) -
     pair.step(2, 3)
     pair.assert_same()
     assert pair.ours.stats()["memory_nbytes"] <= 300 << 10
-
-
-def test_a_value_that_lets_elements_depend_on_each_other_counts(directory: Path) -> None:
-    class Sometimes(Lamb):
-        def scale(self, group: dict[str, Any], *args: Any) -> Any:
-            return super().scale(group, *args) if group["trust"] else 1.0
-
-    pair = Pair(directory, lambda params: Sometimes(params, trust=False), budget=260 << 10)
-    pair.step(0)
-    assert any(unit.stop for bucket in pair.ours._buckets for unit in bucket.units)
-    for groups in pair.groups():
-        groups[0]["trust"] = True
-    pair.step(1, 2)
-    pair.assert_same()
 
 
 @pytest.mark.parametrize("shape", [(100,), (20000,)])
@@ -266,158 +185,6 @@ def test_a_group_that_is_added_keeps_to_the_budget(directory: Path, shape: tuple
 
 
 # Optimizers that behave differently with small parameters
-
-
-class Lamb(Simple):
-    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        return param.norm() / state["m"].norm()
-
-
-class Upright(Simple):
-    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        return max(1.0, param.shape[0] / param.shape[1]) ** 0.5 if param.dim() == 2 else 1.0
-
-
-class Exchanging(Simple):
-    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        state.setdefault("n", torch.ones_like(param)).mul_(0.5)
-        state["m"], state["n"] = state["n"], state["m"]
-        return 1.0
-
-
-class Factored(Simple):
-    """Has another state for matrices that are large enough."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if param.dim() == 2 and min(param.shape) >= 150:
-                    state.setdefault("rows", torch.zeros(param.shape[0])).add_(
-                        (param.grad**2).mean(1)
-                    )
-                    factor = state["rows"][:, None]
-                else:
-                    factor = state.setdefault("v", torch.zeros_like(param)).add_(param.grad**2)
-                param.addcdiv_(param.grad, factor.sqrt() + 1e-8, value=-group["lr"])
-
-
-@pytest.mark.parametrize(
-    ("make", "budget"), [(Upright, 250 << 10), (Exchanging, 300 << 10), (Factored, ALL)]
-)
-def test_what_depends_on_shapes_or_exchanges_state_is_exact(
-    directory: Path, make: type[Simple], budget: int
-) -> None:
-    pair = Pair(directory, make, budget=budget)
-    assert budget == ALL or not pair.ours._in_memory
-    pair.step(0, 1, 2)
-    pair.assert_same()
-
-
-def test_a_rate_of_zero_hides_nothing(directory: Path) -> None:
-    pair = Pair(directory, lambda params: Lamb(params, lr=0.0), budget=800 << 10)
-    for groups in pair.groups():
-        groups[0]["lr"] = 0.1
-    pair.step(0, 1)
-    pair.assert_same()
-
-
-class ListAttribute(Simple):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.history: list[int] = []
-
-    def begin(self, group: dict[str, Any]) -> None:
-        self.history.append(1)
-
-    def scale(self, *_: Any) -> Any:
-        return 1 / len(self.history)
-
-
-class StringState(Simple):
-    def begin(self, group: dict[str, Any]) -> None:
-        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1  # type: ignore[index]
-
-
-class OtherOptimizer(Simple):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.base = torch.optim.SGD(self.param_groups)
-
-
-class FirstGroup(Simple):
-    def __init__(self, params: Params) -> None:
-        super().__init__([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}])
-
-    def scale(self, group: dict[str, Any], *_: Any) -> Any:
-        return self.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (StringState, "it keeps state for 'all', which is not a parameter"),
-        (OtherOptimizer, r"another optimizer \(its attribute 'base'"),
-    ],
-)
-def test_what_cannot_be_separated_is_refused_and_untouched(
-    directory: Path, make: Any, message: str
-) -> None:
-    optimizer = make(parameters())
-    random = torch.get_rng_state()
-    with pytest.raises(offload.NotSeparableError, match=message):
-        offload.offload_optimizer(optimizer, directory, memory_budget=SOME)
-    assert not optimizer.state
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-class Decaying(Simple):
-    """Does something with parameters that have no gradient, too."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.mul_(0.9)
-                if param.grad is not None:
-                    self.state[param].setdefault("m", torch.zeros_like(param)).add_(param.grad)
-                if "m" in self.state[param]:
-                    param.sub_(self.state[param]["m"], alpha=group["lr"])
-
-
-@pytest.mark.parametrize("make", [ListAttribute, FirstGroup, Decaying])
-@pytest.mark.parametrize("budget", [300 << 10, ALL])
-def test_a_step_finds_what_it_finds_in_memory(directory: Path, make: Any, budget: int) -> None:
-    """Counters of any kind, other groups' values, and parameters without gradients."""
-    pair = Pair(directory, make, budget=budget)
-    pair.step(0, 1)
-    pair.step(2, without=(0, 2))
-    pair.step(3)
-    pair.assert_same()
-
-
-def test_an_optimizer_that_raised_cannot_be_retried_and_says_so(directory: Path) -> None:
-    class Raising(Simple):
-        bad = False
-
-        def begin(self, group: dict[str, Any]) -> None:
-            if Raising.bad:
-                raise RuntimeError("no")
-
-    pair = Pair(directory, Raising)
-    pair.step(0)
-    kept = copy.deepcopy(pair.ours.state_dict())
-    Raising.bad = True
-    with pytest.raises(RuntimeError, match="no"):
-        step(pair.ours, 1)
-    Raising.bad = False
-    for call in (pair.ours.retry, pair.ours.step):
-        with pytest.raises(offload.OffloadError, match="cannot be finished"):
-            call()
-    pair.ours.load_state_dict(kept)
-    pair.step(1)
-    pair.assert_same()
 
 
 # Masters, and parameters that are stored
@@ -490,7 +257,7 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_lost(directory:
     pair.step(0)
     bad = copy.deepcopy(pair.plain.state_dict())
     bad["state"][0]["square_avg"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match="'square_avg' of parameter 0 has the shape"):
+    with pytest.raises(ValueError, match=r"'square_avg' of parameter 0 .* has the shape"):
         pair.ours.load_state_dict(bad)
     pair.step(1)
     pair.assert_same()

@@ -9,7 +9,8 @@ import torch
 
 from tensorferry import offload
 from tensorferry.offload import optimizer as optimizers
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.staging import Staging
+from tensorferry.offload.equality import same
 from tests.offload.numbered import (
     ALL,
     SOME,
@@ -31,7 +32,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offload.OffloadedOptimizer, "_device_to_stage_on", lambda _: torch.device("cpu")
     )
     loaded: list[int] = []
-    load = optimizers.Staging.load
+    load = Staging.load
 
     def counted(self: Any, memory: torch.Tensor) -> torch.Tensor:
         loaded.append(memory.numel())
@@ -39,7 +40,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert here.data_ptr() != memory.data_ptr()
         return here
 
-    monkeypatch.setattr(optimizers.Staging, "load", counted)
+    monkeypatch.setattr(Staging, "load", counted)
     return loaded
 
 
@@ -90,7 +91,7 @@ def test_masters_are_stepped_on_the_device(directory: Path) -> None:
             master.grad = param.grad.float()
         expected.step()
     for master, param in zip(masters, with_us.param_groups[0]["params"], strict=True):
-        assert torch.equal(with_us.state[param]["master"], master.detach())
+        assert torch.equal(with_us.read_state(param)["master"], master.detach())
         assert torch.equal(param.detach(), master.detach().to(torch.bfloat16))
     with_us.close()
 

@@ -1,12 +1,12 @@
 """State dicts in both directions, snapshots, and reads of one parameter's state."""
 
-import collections
+import copy
 import io
 
 import pytest
 import torch
 
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.equality import same
 from tests.offload.twins import (
     SMALL,
     Gradients,
@@ -37,58 +37,6 @@ def test_a_state_dict_stays_as_it_was(offloaded):
             assert torch.equal(saved["state"][index][key], value), key
 
 
-@pytest.mark.parametrize("budget", [SMALL, 64 << 20])
-def test_the_first_state_has_entries_of_no_parameter_too(offloaded, budget):
-    memory = adamw(parameters())
-    train(Gradients(memory.param_groups[0]["params"]), memory)
-    memory.state["of all"] = {"count": 3}
-    wanted = memory.state_dict()
-    drive = offloaded(memory, budget)
-    assert drive.state["of all"] == {"count": 3}
-    assert list(drive.state_dict()["state"]) == list(wanted["state"])
-
-
-@pytest.mark.parametrize("budget", [SMALL, 64 << 20])
-def test_a_new_state_replaces_all_of_the_old_one(offloaded, budget):
-    wanted, params, memory, drive = pair(offloaded, budget=budget)
-    gradients = Gradients(wanted, params)
-    train(gradients, memory, drive)
-    drive.state["of all"] = 1
-    with pytest.raises(KeyError):
-        drive.state = {params[0]: {}, torch.zeros(1): {"step": 1}}
-    with pytest.raises(TypeError):
-        drive.state = {params[0]: {}, params[1]: 1}
-    assert drive.state.pop("of all") == 1
-    assert_same_state(memory, drive)
-    key = ("of", "all")
-    for optimizer, mine in ((memory, wanted), (drive, params)):
-        kept = {mine[1]: optimizer.state[mine[1]]}
-        state = collections.defaultdict(dict, kept)
-        if optimizer is drive:
-            state |= {mine[0]: {}, key: 0}
-        optimizer.state = state
-    assert ("of", "all") in drive.state
-    drive.state = drive.state
-    assert drive.state.pop(key) == 0
-    assert_same_state(memory, drive)
-    train(gradients, memory, drive)
-    assert_equal(wanted, params)
-
-
-def test_a_deleted_master_is_made_again_from_the_parameter(offloaded):
-    found = []
-    for budget in (SMALL, 64 << 20):
-        params = parameters(dtype=torch.bfloat16)
-        drive = offloaded(adamw(params), budget, master_dtype=torch.float32)
-        gradients = Gradients(params)
-        train(gradients, drive)
-        del drive.state[params[0]]
-        assert params[0] not in drive.state
-        train(gradients, drive, steps=1)
-        found.append({key: value.clone() for key, value in drive.state[params[0]].items()})
-    assert same(*found)
-
-
 def test_a_saved_state_dict_can_be_changed_and_written(offloaded):
     wanted, params, memory, drive = pair(offloaded)
     train(Gradients(wanted, params), memory, drive)
@@ -105,91 +53,6 @@ def test_a_saved_state_dict_can_be_changed_and_written(offloaded):
     other = adamw(fresh)
     other.load_state_dict(loaded)
     assert_same_state(memory, other)
-
-
-def resets(state):
-    for value in state.values():
-        value.zero_()
-
-
-def resets_by_item(state):
-    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-
-
-def counts_anew(state):
-    state["step"] = torch.tensor(1.0)
-
-
-def is_cleared(state):
-    state.clear()
-
-
-@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
-@pytest.mark.parametrize("change", [resets, resets_by_item, counts_anew, is_cleared])
-def test_what_is_written_into_state_counts(offloaded, change, budget):
-    wanted, params, memory, drive = pair(offloaded, budget=budget)
-    assert len(drive.state) == 0
-    assert drive.state[params[0]] == {}
-    gradients = Gradients(wanted, params, missing=lambda _, index: index == 1)
-    train(gradients, memory, drive)
-    assert params[0] in drive.state
-    assert params[1] not in drive.state
-    assert list(drive.state) == [each for each in params if each is not params[1]]
-    for left, right in zip(wanted, params, strict=True):
-        state = drive.state[right]
-        assert state.keys() == memory.state.get(left, {}).keys()
-        for key, value in memory.state.get(left, {}).items():
-            assert torch.equal(state[key], value)
-    for index in (0, 2, 4):
-        change(memory.state[wanted[index]])
-        change(drive.state[params[index]])
-    train(gradients, memory, drive, steps=2)
-    assert_equal(wanted, params)
-    assert_same_state(memory, drive)
-
-
-@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
-def test_all_state_is_written_replaced_and_deleted(offloaded, budget):
-    wanted, params, memory, drive = pair(offloaded, budget=budget)
-    gradients = Gradients(wanted, params)
-    train(gradients, memory, drive)
-    for optimizer in (memory, drive):
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.mul_(0.5)
-    train(gradients, memory, drive)
-    assert_same_state(memory, drive)
-    for optimizer, each in ((memory, wanted), (drive, params)):
-        optimizer.state[each[8]] = {
-            key: value * 2 for key, value in optimizer.state[each[4]].items()
-        }
-        del optimizer.state[each[5]]
-    train(gradients, memory, drive)
-    assert_equal(wanted, params)
-    for optimizer in (memory, drive):
-        optimizer.state = {}
-        assert len(optimizer.state) == 0
-    memory.state = collections.defaultdict(dict)
-    train(gradients, memory, drive)
-    assert_equal(wanted, params)
-    assert_same_state(memory, drive)
-
-
-def test_what_cannot_count_raises_where_it_is_written_or_at_the_next_step(offloaded):
-    wanted, params, memory, drive = pair(offloaded)
-    train(Gradients(wanted, params), memory, drive)
-    with pytest.raises(ValueError, match="'ema', a Tensor"):
-        drive.state[params[0]] = {**drive.state[params[0]], "ema": torch.zeros(60, 100)}
-    with pytest.raises(KeyError, match="parameter"):
-        drive.state[torch.zeros(3)] = {}
-    earlier = drive.state[params[0]]["exp_avg"]
-    train(Gradients(wanted, params), memory, drive, steps=1)
-    earlier.zero_()
-    with pytest.raises(RuntimeError, match="before an earlier step"):
-        drive.step()
-    memory.step()
-    drive.step()
-    assert_equal(wanted, params)
 
 
 def test_a_state_in_memory_is_taken_over(offloaded):
@@ -253,3 +116,124 @@ def test_a_state_of_others_is_refused_and_changes_nothing(offloaded, how):
     assert_same_state(memory, drive)
     train(Gradients(wanted, params), memory, drive)
     assert_equal(wanted, params)
+
+
+def zeros(state):
+    return {key: torch.zeros_like(value) for key, value in state.items()}
+
+
+def another_count(state):
+    return {**state, "step": torch.tensor(1.0)}
+
+
+def one_more(state):
+    return {**state, "mine": torch.arange(5000.0)}
+
+
+def nothing(state):
+    return {}
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+@pytest.mark.parametrize("change", [zeros, another_count, one_more, nothing])
+def test_what_is_read_and_written_is_that_of_memory(offloaded, change, budget):
+    wanted, params, memory, drive = pair(offloaded, budget=budget)
+    assert len(drive.state) == 0
+    assert drive.read_state(params[0]) == {}
+    gradients = Gradients(wanted, params, missing=lambda _, index: index == 1)
+    train(gradients, memory, drive)
+    assert list(drive.state) == [each for each in params if each is not params[1]]
+    for left, right in zip(wanted, params, strict=True):
+        state = dict(memory.state.get(left, {}))
+        assert same(drive.read_state(right), state)
+        assert list(drive.state[right]) == list(state)
+    for index in (0, 2, 4):
+        memory.state[wanted[index]] = change(memory.state[wanted[index]])
+        drive.write_state(params[index], change(drive.read_state(params[index])))
+        assert same(drive.read_state(params[index]), memory.state[wanted[index]])
+        if change is nothing:
+            del memory.state[wanted[index]]
+            assert params[index] not in drive.state
+    assert_same_state(memory, drive)
+    if change is not one_more or budget > SMALL:
+        train(gradients, memory, drive, steps=2)
+        assert_equal(wanted, params)
+        assert_same_state(memory, drive)
+
+
+def test_what_is_read_is_a_copy_and_what_is_written_is_copied(offloaded):
+    for budget in (SMALL, 16 << 20):
+        _, params, _, drive = pair(offloaded, budget=budget)
+        train(Gradients(params), drive)
+        before = drive.read_state(params[0])
+        for value in drive.read_state(params[0]).values():
+            value.zero_()
+        assert same(drive.read_state(params[0]), before)
+        mine = {key: value.clone() for key, value in before.items()}
+        drive.write_state(params[0], mine)
+        for value in mine.values():
+            value.zero_()
+        assert same(drive.read_state(params[0]), before)
+
+
+def test_a_state_is_not_read_or_changed_by_items(offloaded):
+    _, params, _, drive = pair(offloaded)
+    train(Gradients(params), drive)
+    kept = copy.deepcopy(drive.state_dict())
+    state = drive.state[params[0]]
+    for access in (
+        lambda: state["exp_avg"],
+        lambda: state.__setitem__("step", 1),
+        lambda: drive.state.__setitem__(params[0], {}),
+        lambda: drive.state.__delitem__(params[0]),
+        lambda: drive.state.clear(),
+        lambda: drive.state.update({params[0]: {}}),
+        lambda: setattr(drive, "state", {}),
+    ):
+        with pytest.raises(TypeError, match="write_state"):
+            access()
+    for param, state in drive.state.items():  # as Lightning moves state to a device
+        drive.state[param] = state
+    assert same(drive.state_dict(), kept)
+    for call in (drive.read_state, lambda param: drive.write_state(param, {})):
+        with pytest.raises(KeyError, match="parameter"):
+            call(torch.zeros(3))
+    with pytest.raises(TypeError, match="dict"):
+        drive.write_state(params[0], [1])
+    with pytest.raises(TypeError, match="Parametric"):
+        drive.write_state(params[0], {"ema": Parametric(torch.zeros(3))})
+    assert same(drive.state_dict(), kept)
+
+
+class Parametric(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("budget", [SMALL, 64 << 20])
+def test_a_deleted_master_is_made_again_from_the_parameter(offloaded, budget):
+    params = parameters(dtype=torch.bfloat16)
+    drive = offloaded(adamw(params), budget, master_dtype=torch.float32)
+    gradients = Gradients(params)
+    train(gradients, drive)
+    drive.write_state(params[0], {})
+    assert params[0] not in drive.state
+    masters = [torch.nn.Parameter(params[0].detach().float())]
+    fresh = adamw(masters)
+    gradients.give()
+    masters[0].grad = params[0].grad.float()
+    fresh.step()
+    drive.step()
+    assert same(drive.read_state(params[0]), {**fresh.state[masters[0]], "master": masters[0].data})
+    half = {**drive.read_state(params[0]), "master": torch.zeros_like(params[0])}
+    drive.write_state(params[0], half)
+    assert not drive.read_state(params[0])["master"].any()
+
+
+def test_a_state_dict_with_state_of_no_parameter_is_refused(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    train(Gradients(wanted, params), memory, drive)
+    saved = memory.state_dict()
+    saved["state"] = {**saved["state"], "of all": {"count": 1}}
+    with pytest.raises(ValueError, match="of all"):
+        drive.load_state_dict(saved)
+    assert_same_state(memory, drive)

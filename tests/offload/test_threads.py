@@ -46,7 +46,9 @@ def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded, monk
     monkeypatch.setattr(step_threads, "_GRAIN_NUMEL", 1)  # as if the buckets were large
     wanted, params, seen = parameters(), parameters(), []
     memory = torch.optim.AdamW(wanted)
-    drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL, path=faultfs.path)
+    drive = offloaded(
+        recording(torch.optim.AdamW, seen)(params), SMALL, path=faultfs.path, kind="elementwise"
+    )
     assert drive.stats()["buckets"] > 4
     gradients = Gradients(wanted, params)
     slow(faultfs)
@@ -64,7 +66,9 @@ def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded, monk
 def test_all_threads_step_what_is_in_memory(faultfs, offloaded):
     wanted, params, seen = parameters(), parameters(), []
     memory = torch.optim.AdamW(wanted)
-    drive = offloaded(recording(torch.optim.AdamW, seen)(params), "1GiB", path=faultfs.path)
+    drive = offloaded(
+        recording(torch.optim.AdamW, seen)(params), "1GiB", path=faultfs.path, kind="elementwise"
+    )
     slow(faultfs)
     train(Gradients(wanted, params), memory, drive, steps=4)
     assert set(seen) == {THREADS}
@@ -74,7 +78,10 @@ def test_all_threads_step_what_is_in_memory(faultfs, offloaded):
 def test_parameters_that_cannot_be_cut_are_stepped_by_all_threads(offloaded):
     """A sum over them is another one with other threads."""
     wanted, params, seen = parameters(3 * SHAPES), parameters(3 * SHAPES), []
-    memory, drive = ByNorm(wanted), offloaded(recording(ByNorm, seen)(params), SMALL)
+    memory, drive = (
+        ByNorm(wanted),
+        offloaded(recording(ByNorm, seen)(params), SMALL, kind="per_parameter"),
+    )
     train(Gradients(wanted, params), memory, drive, steps=4)
     assert drive.stats()["read_nbytes"] > 0
     assert set(seen) == {THREADS}
@@ -93,7 +100,7 @@ def test_the_number_is_as_before_after_a_step_that_raises(offloaded):
 
     params, seen = parameters(), []
     inner = recording(Failing, seen)(params)
-    drive = offloaded(inner, SMALL)
+    drive = offloaded(inner, SMALL, kind="elementwise")
     train(Gradients(params), drive, steps=2)
     inner.fails = True
     with pytest.raises(ZeroDivisionError):
@@ -124,7 +131,7 @@ def test_short_operations_get_one_thread(numel, wanted):
 def test_small_buckets_are_stepped_by_one_thread(offloaded):
     wanted, params, seen = parameters(), parameters(), []
     memory = torch.optim.AdamW(wanted)
-    drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL)
+    drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL, kind="elementwise")
     seen.clear()
     train(Gradients(wanted, params), memory, drive, steps=3)
     assert drive.stats()["buckets"] > 4

@@ -31,7 +31,7 @@ from tensorferry.offload import (
     slabs,
     trained,
 )
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.equality import same
 from tensorferry.offload.training import Plan, Training
 from tests.offload.test_memory import memory
 from tests.offload.trainings import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensorferry.offload import MemoryBudgetError, offload_training
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.equality import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -2,7 +2,7 @@
 
 import torch
 
-from tensorferry.offload.optimizer_snapshot import same
+from tensorferry.offload.equality import same
 
 # Together these shapes fill several slots, and each one fits into a slot, for optimizers that need whole parameters.
 SMALL = 192 << 10  # a budget of several slots, for less than half of their state

@@ -6,10 +6,16 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import one_of
+from tensorferry.offload.checking import check
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
+from tensorferry.offload.kinds import register
 from tensorferry.offload.optimizer import OffloadedOptimizer, checked_options, opened_store
 from tensorferry.offload.plan import check_params
-from tensorferry.offload.trained import TrainingOptimizer, offload_training
+
+try:  # TEMPORARY
+    from tensorferry.offload.trained import TrainingOptimizer, offload_training
+except (ImportError, FileNotFoundError):
+    TrainingOptimizer = offload_training = None
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
 
 if TYPE_CHECKING:
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Path
     from tensorferry.offload.embedding import TableEmbedding, TableEmbeddingBag
+    from tensorferry.offload.kinds import Kind
     from tensorferry.offload.optimizer import Commit, StepDevice
 
 __all__ = [
@@ -31,8 +38,10 @@ __all__ = [
     "TrainingOptimizer",
     "WeightStream",
     "WeightsMap",
+    "check",
     "offload_optimizer",
     "offload_training",
+    "register",
     "stream_weights",
 ]
 
@@ -54,6 +63,7 @@ def offload_optimizer(
     directories: Path | Sequence[Path],
     *,
     memory_budget: int | str,
+    kind: Kind | None = None,
     master_dtype: torch.dtype | None = None,
     commit: Commit = "none",
     weights: Sequence[float] | None = None,
@@ -65,17 +75,22 @@ def offload_optimizer(
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Any optimizer that updates each parameter independently of the others. From now on, use only the returned
-        optimizer.
+        An optimizer of torch or of a package that is known to step each parameter independently of the others, or any
+        other one with ``kind``. From now on, use only the returned optimizer.
     directories : path, or a list of paths
         Directories for the state. The files have no names, and the system deletes them when the process ends. Several
         directories should be on different drives.
     memory_budget : int or str
         Bytes of memory for state: ``8 << 30``, or ``"8GiB"``. State that fits stays in memory; with a budget for the
         whole state, steps read and write nothing.
+    kind : "elementwise" or "per_parameter", optional
+        Your word for a class that tensorferry does not know, subclasses of known ones included. "per_parameter": the
+        update of a parameter depends only on that parameter, its gradient, its state and the values of its group, and
+        the step changes these values in the same way whichever parameters it gets. "elementwise": this holds for each
+        element, too. :func:`check` compares such steps with steps in memory.
     master_dtype : torch.dtype, optional
         Step parameters of another dtype as copies in this dtype (``torch.float32`` for bfloat16 parameters). The
-        copies are part of the state: ``state[param]["master"]``.
+        copies are part of the state: ``read_state(param)["master"]``.
     commit : "none", "step" or "fsync"
         "step" commits each step before ``step()`` returns. However the process ends, ``resume()`` in the next process
         restores parameters, state and the values in ``param_groups`` as they were after the last complete step. This
@@ -94,7 +109,7 @@ def offload_optimizer(
     Raises
     ------
     NotSeparableError
-        The optimizer cannot step parameters piece by piece with the same result; the message gives the reason.
+        The class is not known and ``kind`` is missing, or the optimizer cannot be stepped in parts.
     MemoryBudgetError
         The budget is too small; ``needed_nbytes`` is the smallest one that works.
     StorageError
@@ -102,7 +117,9 @@ def offload_optimizer(
     ValueError, TypeError
         An argument is invalid.
     """
-    nbytes, options = checked_options(optimizer, memory_budget, master_dtype, commit, endurance)
+    nbytes, options = checked_options(
+        optimizer, memory_budget, kind, master_dtype, commit, endurance
+    )
     one_of(step_device, "step_device", ("param", "cpu"))
     check_params(optimizer.param_groups)
     with contextlib.ExitStack() as undo:

@@ -47,16 +47,17 @@ class Arena:
         return None
 
     def give_back(self, owner: Hashable) -> None:
-        """Free the range of an owner."""
-        begin, end = self._taken.pop(owner)
+        """Free the range of an owner, if it has one."""
+        begin, end = self._taken.pop(owner, (0, 0))
+        if begin == end:
+            return
         index = bisect.bisect(self._free, (begin, end))
         if index < len(self._free) and self._free[index][0] == end:
             end = self._free.pop(index)[1]
         if index and self._free[index - 1][1] == begin:
             index -= 1
             begin = self._free.pop(index)[0]
-        if end > begin:
-            self._free.insert(index, (begin, end))
+        self._free.insert(index, (begin, end))
 
     def clear(self) -> None:
         """Free all ranges."""

@@ -7,7 +7,8 @@ state, that is, values in its dicts and lists. If the optimizer steps a copy of 
 large unit, or of several units that fit together.
 
 Units and buckets depend on the parameters and the optimizer and never on the memory budget, so state that was stored
-with one budget can be used with any other. This module only computes the layout and moves no data.
+with one budget can be used with any other. The fields planned here are those of the state that the optimizer is known
+to create. If a step creates other state, the bucket gets another layout (``states.py``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from tensorferry.base.ranges import memory_order
 from tensorferry.offload.arena import round_to_pages
+from tensorferry.offload.calls import class_step, state_after_a_step
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
+from tensorferry.offload.kernels import pieces_agree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tensorferry.offload.probe import Probe
+    from tensorferry.offload.kinds import Known
     from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
@@ -51,6 +53,9 @@ MIN_BUCKETS = 3
 SMALL_NBYTES = 1024
 
 MASTER = "master"
+
+# Tensor classes without data beyond their elements.
+_PLAIN_TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 class Field(NamedTuple):
@@ -91,8 +96,6 @@ class Unit:
     stop: int | None = None  # None: the whole parameter
     fields: list[Field] = field(default_factory=list)
     dtype: torch.dtype | None = None  # of the tensor that the optimizer steps for the parameter
-    # The parameter's strides, which determine the order of elements in pieces.
-    layout: tuple[int, ...] = ()
     has_master: bool = False  # whether the bucket already contains the unit's master
     leaves: list[Any] | None = None
     spec: Any = None
@@ -111,6 +114,11 @@ class Unit:
     def numel(self) -> int:
         """The number of the unit's elements."""
         return local_of(self.param).numel() if self.stop is None else self.stop - self.start
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of the tensor that the optimizer steps for the unit."""
+        return local_of(self.param).shape if self.stop is None else (self.stop - self.start,)
 
     @property
     def master(self) -> Field | None:
@@ -169,6 +177,15 @@ def params_in(groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:
     return (param for group in groups for param in group["params"])
 
 
+def by_param(buckets: Iterable[Bucket]) -> dict[torch.Tensor, list[tuple[Bucket, Unit]]]:
+    """Return the buckets and units of each parameter."""
+    found: dict[torch.Tensor, list[tuple[Bucket, Unit]]] = {}
+    for bucket in buckets:
+        for unit in bucket.units:
+            found.setdefault(unit.param, []).append((bucket, unit))
+    return found
+
+
 def flatten(state: Any) -> tuple[list[Any], Any]:
     """Return a state's leaves, and the structure from which :func:`unflatten` rebuilds the state."""
     if type(state) is dict and not any(
@@ -191,6 +208,21 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     if isinstance(spec, tuple):
         return dict(zip(spec, leaves, strict=True))
     return _pytree.tree_unflatten(leaves, spec)
+
+
+def check_storable(state: Any) -> None:
+    """Raise if a state has a tensor of a class with more than its elements.
+
+    Raises
+    ------
+    TypeError
+        The message names the class.
+    """
+    for leaf in flatten(state or {})[0]:
+        if isinstance(leaf, torch.Tensor) and type(local_of(leaf)) not in _PLAIN_TENSOR_CLASSES:
+            raise TypeError(
+                f"state: a {type(leaf).__name__} cannot be stored, only plain tensors can"
+            )
 
 
 def is_swapped(leaf: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -282,8 +314,10 @@ class Planner:
 
     Parameters
     ----------
-    probe : Probe
-        Finds out which state the optimizer creates, and which parameters may be cut.
+    optimizer : torch.optim.Optimizer
+        The optimizer that steps.
+    known : Known
+        What is known about its class.
     step_dtype : callable
         Returns the dtype in which a parameter is stepped. If it is another one, a field is the parameter's master.
     params_nbytes : float
@@ -292,21 +326,34 @@ class Planner:
 
     def __init__(
         self,
-        probe: Probe,
+        optimizer: torch.optim.Optimizer,
+        known: Known,
         step_dtype: Callable[[torch.Tensor], torch.dtype],
         *,
         params_nbytes: float,
     ) -> None:
-        self._probe = probe
+        self._optimizer = optimizer
+        self._known = known
         self._step_dtype = step_dtype
         self._params_nbytes = params_nbytes
 
     def pack(
-        self, groups: Sequence[dict[str, Any]], first_param: int = 0, first_bucket: int = 0
+        self,
+        groups: Sequence[dict[str, Any]],
+        states: Callable[[torch.Tensor], Any],
+        first_param: int = 0,
+        first_bucket: int = 0,
     ) -> list[Bucket]:
-        """Return the buckets for the parameters of groups; number them from ``first_bucket``.
+        """Return the buckets for the parameters of groups.
 
-        ``first_param`` is the number of the first parameter.
+        Parameters
+        ----------
+        groups : sequence of dict
+            The groups.
+        states : callable
+            Returns the state that a parameter already has, or None.
+        first_param, first_bucket : int
+            The numbers of the first parameter and of the first bucket.
 
         Raises
         ------
@@ -314,7 +361,7 @@ class Planner:
             A parameter cannot be stepped, or its state cannot be stored.
         """
         units = [
-            (self._uncut_unit(index, group, param), group)
+            (self._uncut_unit(index, group, param, states(param)), group)
             for index, (group, param) in enumerate(
                 ((group, param) for group in groups for param in group["params"]), first_param
             )
@@ -341,44 +388,95 @@ class Planner:
                     buckets.append(Bucket(first_bucket + len(buckets)))
                     params_nbytes = 0
                 params_nbytes += own_nbytes
-                is_cut = piece.stop is not None
-                piece.fields = [placed(each, buckets[-1], is_piece=is_cut) for each in piece.fields]
+                piece.fields = [placed(each, buckets[-1], piece) for each in piece.fields]
                 buckets[-1].units.append(piece)
         return buckets if buckets[-1].units else []
 
-    def _uncut_unit(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Unit:
+    def may_cut(self, group: dict[str, Any], param: torch.Tensor) -> bool:
+        """Return whether a parameter may be stepped in pieces.
+
+        The update must be element-wise, and torch's kernels must round each element in the same way wherever it lies.
+        They process elements in vectors. Some kernels for bfloat16 round the last elements of a thread's range, which
+        do not fill a vector, in another way, unless they are fused.
+        """
+        local, dtype = local_of(param), self._step_dtype(param)
+        fused = bool(group.get("fused"))
+        return (
+            self._known.kind == "elementwise"
+            and local.is_contiguous()
+            and (fused or dtype in (torch.float32, torch.float64))
+            and pieces_agree(dtype, local.device, fused=fused)
+        )
+
+    def _uncut_unit(
+        self, index: int, group: dict[str, Any], param: torch.Tensor, state: Any
+    ) -> Unit:
         """Return a parameter's uncut unit; its fields do not have offsets yet."""
         local, dtype = local_of(param), self._step_dtype(param)
-        found = self._probe.behaviour(group, param)
-        if local.shape != param.shape and not found.pointwise:
+        if local.shape != param.shape and self._known.kind != "elementwise":
             raise NotSeparableError(
                 f"optimizer: a parameter of shape {tuple(param.shape)} is sharded, and the step depends on all of it; "
                 "remedy: an element-wise optimizer, such as AdamW"
             )
-        unit = Unit(index, param, dtype=dtype, layout=tuple(local.stride()))
+        unit = Unit(index, param, dtype=dtype)
         if param.dtype != dtype:
-            unit.fields.append(
-                Field(MASTER, 0, dtype, tuple(local.shape), dense_stride(local), True)
-            )
-        leaves, spec = flatten(found.state)
-        for name, leaf in zip(names_in(spec), leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and is_swapped(leaf, local.shape):
-                unit.fields.append(
-                    Field(name, 0, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
-                )
+            unit.fields.append(master_field(unit))
+        check_storable(state)
+        made = {**self._state(group, local, dtype, state), **_cast(state or {}, dtype, unit)}
+        unit.fields += fields_of(made, local.shape)
         return unit
+
+    def shapes(self, group: dict[str, Any], param: torch.Tensor) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of the tensors that a parameter's state is known to have, by name."""
+        return {} if self._known.state is None else self._known.state(group, param.shape)
+
+    def names(self, groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+        """Return the names of the tensors that a matrix in each group is known to have, which may depend on options."""
+        known = self._known.state
+        return [] if known is None else [list(known(group, (2, 2))) for group in groups]
+
+    def _state(
+        self, group: dict[str, Any], local: torch.Tensor, dtype: torch.dtype, state: Any
+    ) -> Any:
+        """Return the state that steps create for a parameter that has ``state``, of tensors without values."""
+        if self._known.state is None:
+            return {} if state else self._tried_state(group, local, dtype)
+        return {
+            name: torch.empty_like(local, dtype=dtype, device="meta")
+            if tuple(shape) == local.shape
+            else torch.empty(shape, dtype=dtype, device="meta")
+            for name, shape in self._known.state(group, local.shape).items()
+        }
+
+    def _tried_state(self, group: dict[str, Any], local: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Return the state that a step of zeros creates: for a class with the user's word, its sizes are not known."""
+        zeros = torch.zeros_like(local, dtype=dtype)
+        if (
+            self._known.kind == "elementwise"
+        ):  # a small parameter has the same state, with its own shape
+            zeros = zeros.new_zeros([min(length, 3) for length in local.shape])
+        state = state_after_a_step(self._optimizer, class_step(self._optimizer), group, zeros)
+        check_storable(state)
+        leaves, spec = flatten(state)
+        return unflatten(
+            [
+                torch.empty_like(local, dtype=leaf.dtype, device="meta")
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape == zeros.shape
+                else leaf
+                for leaf in leaves
+            ],
+            spec,
+        )
 
     def _pieces(self, unit: Unit, group: dict[str, Any], size: int) -> Iterator[Unit]:
         """Yield the unit itself, or pieces of it that fit a bucket."""
         local = local_of(unit.param)
-        may_be_cut = (
+        is_cut = (
             _nbytes_of(unit) > size
-            # The elements fill a range of memory without gaps, in any order.
-            and memory_order(local.shape, local.stride()) is not None
             and all(each.shape == tuple(local.shape) for each in unit.fields)
-            and self._probe.may_be_cut(group, unit.param)
+            and self.may_cut(group, unit.param)
         )
-        if not may_be_cut:
+        if not is_cut:
             yield unit
             return
         element_nbytes = sum(each.dtype.itemsize for each in unit.fields)
@@ -386,11 +484,49 @@ class Planner:
         count = max(size // element_nbytes // GRANULE, 1) * GRANULE
         for start in range(0, local.numel(), count):
             stop = min(start + count, local.numel())
-            piece = Unit(unit.index, unit.param, start, stop, dtype=unit.dtype, layout=unit.layout)
+            piece = Unit(unit.index, unit.param, start, stop, dtype=unit.dtype)
             piece.fields = [
                 each._replace(shape=(stop - start,), stride=(1,)) for each in unit.fields
             ]
             yield piece
+
+
+def _cast(state: dict[Any, Any], dtype: torch.dtype, unit: Unit) -> dict[Any, Any]:
+    """Return a parameter's state without values and without its master, with the dtypes that a load gives it."""
+    leaves, spec = flatten(
+        {key: value for key, value in state.items() if key != MASTER or unit.master is None}
+    )
+    return unflatten(  # type: ignore[no-any-return]
+        [
+            torch.empty_like(
+                local_of(leaf), dtype=dtype if leaf.is_floating_point() else None, device="meta"
+            )
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ],
+        spec,
+    )
+
+
+def fields_of(state: Any, shape: Sequence[int]) -> list[Field]:
+    """Return fields for the large tensors in the state of a parameter or piece of this shape, without offsets."""
+    leaves, spec = flatten(state)
+    return [
+        Field(name, 0, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
+        for name, leaf in zip(names_in(spec), leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and is_swapped(leaf, shape)
+    ]
+
+
+def master_field(unit: Unit) -> Field:
+    """Return the field of a unit's master, without an offset."""
+    assert unit.dtype is not None
+    local = local_of(unit.param)
+    shape, stride = (
+        (tuple(local.shape), dense_stride(local)) if unit.stop is None else ((unit.numel,), (1,))
+    )
+    return Field(MASTER, 0, unit.dtype, shape, stride, True)
 
 
 def bucket_nbytes(total_nbytes: int) -> int:
@@ -432,9 +568,9 @@ def check_budget(
     )
 
 
-def placed(each: Field, bucket: Bucket, *, is_piece: bool = False) -> Field:
-    """Return a copy of a field with an offset behind all other fields of a bucket, and enlarge the bucket."""
-    alignment = _alignment(each, is_piece)
+def placed(each: Field, bucket: Bucket, unit: Unit | None = None) -> Field:
+    """Return a copy of a field of a unit, with an offset behind all other fields of a bucket; enlarge the bucket."""
+    alignment = _alignment(each, unit is not None and unit.stop is not None)
     offset = -(-bucket.nbytes // alignment) * alignment
     bucket.nbytes = offset + each.nbytes
     return each._replace(offset=offset)
@@ -453,4 +589,6 @@ def _nbytes_of(unit: Unit) -> int:
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's strides; for a tensor with gaps, the strides that ``torch.empty_like`` gives it."""
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())

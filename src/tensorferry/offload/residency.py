@@ -90,6 +90,7 @@ class Residency:
         self._arena = Arena(nbytes)
         self._order: list[int] = []
         self._fresh = False  # whether the sweep fills buckets and reads none
+        self._has_new_sizes = False  # whether space is reserved for earlier sizes of buckets
         # Indexes in the order: of the next bucket to be released, of the next one to be read, and of the first one that
         # stays in memory after its release.
         self._position = 0
@@ -109,20 +110,10 @@ class Residency:
             self._made = torch.utils.dlpack.from_dlpack(memory)
         return self._made
 
-    def touch(self) -> None:
-        """Touch all of the memory now, so the first steps need not wait for the system to allocate its pages."""
-        self._memory.zero_()
-
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets without contents, and reserve space for them in the store."""
-        self._reserve(self._store, buckets)
+        reserve(self._store, buckets, self.nbytes, all_in_flight=self._all_in_flight)
         self._places += [Slot(bucket) for bucket in buckets]
-
-    def _reserve(self, store: TensorStore, buckets: Sequence[Bucket]) -> None:
-        wanted = {bucket.name: bucket.nbytes for bucket in buckets if bucket.nbytes}
-        total = sum(wanted.values())
-        in_flight = total if self._all_in_flight else min(total, self.nbytes) or None
-        store.reserve(wanted, in_flight_nbytes=in_flight)
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +127,10 @@ class Residency:
 
         With ``fresh``, buckets will be filled by the caller and are not read.
         """
+        if self._has_new_sizes:
+            buckets = [slot.bucket for slot in self._places]
+            reserve(self._store, buckets, self.nbytes, all_in_flight=self._all_in_flight)
+            self._has_new_sizes = False
         self._order, self._fresh = list(order), fresh
         self._position = 0
         self._next_read = 0
@@ -212,6 +207,19 @@ class Residency:
             self._take_back(slot)
         self._position += 1
         self._read_ahead()
+
+    def replace(self, index: int, memory: torch.Tensor) -> None:
+        """Give an acquired bucket other memory, because its layout and its size have changed.
+
+        If the arena has no free range of the new size, the bucket keeps this memory until it has been written.
+        """
+        slot = self._places[index]
+        self._take_back(slot)
+        at = self._arena.take(index, slot.bucket.nbytes) if slot.bucket.nbytes else 0
+        slot.view = memory
+        if at is not None:
+            slot.view = self._memory[at : at + slot.bucket.nbytes].copy_(memory)
+        self._has_new_sizes = True
 
     # Between sweeps
 
@@ -402,8 +410,7 @@ class Residency:
     def _take_back(self, slot: Slot) -> None:
         """Free a bucket's memory, if it has any; the contents are lost unless they are stored."""
         if slot.view is not None:
-            if slot.bucket.nbytes:
-                self._arena.give_back(slot.bucket.index)
+            self._arena.give_back(slot.bucket.index)
             slot.view = None
             for unit in slot.bucket.units:
                 unit.forget_views()
@@ -433,6 +440,19 @@ class Residency:
                     self._read_ahead()
         finally:
             self.counters.wait_seconds += time.perf_counter() - began
+
+
+def reserve(
+    store: TensorStore, buckets: Sequence[Bucket], in_flight_nbytes: int, *, all_in_flight: bool
+) -> None:
+    """Reserve space in a store for buckets, and for new versions of those that are rewritten at the same time.
+
+    These have ``in_flight_nbytes``; with ``all_in_flight``, all buckets have two versions.
+    """
+    wanted = {bucket.name: bucket.nbytes for bucket in buckets if bucket.nbytes}
+    total = sum(wanted.values())
+    in_flight = total if all_in_flight else min(total, in_flight_nbytes) or None
+    store.reserve(wanted, in_flight_nbytes=in_flight)
 
 
 def _ended(moving: Future[Any], within_seconds: float) -> bool:

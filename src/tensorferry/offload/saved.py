@@ -24,7 +24,6 @@ import torch
 
 from tensorferry.errors import StorageError
 from tensorferry.offload.plan import (
-    SMALL_NBYTES,
     Bucket,
     Field,
     Unit,
@@ -33,7 +32,7 @@ from tensorferry.offload.plan import (
     names_in,
     unflatten,
 )
-from tensorferry.offload.states import shape_of_state
+from tensorferry.offload.states import owned
 from tensorferry.store import TensorStore
 from tensorferry.store.manifest import names_in as manifests_in
 from tensorferry.transfer.arrays import tensor_bytes
@@ -55,13 +54,12 @@ def to_record(
     params: Sequence[torch.Tensor],
     buckets: Sequence[Bucket],
     *,
-    extra: dict[Any, Any],
     slabs: list[tuple[str, int]] | None = None,
 ) -> bytes:
     """Return the record of an optimizer.
 
-    ``extra`` has the entries of the state that belong to no parameter. ``slabs`` has for each parameter the name of its
-    slab and the offset in it, or is None if parameters are not in slabs.
+    ``slabs`` has for each parameter the name of its slab and the offset in it, or is None if parameters are not in
+    slabs.
 
     Raises
     ------
@@ -81,7 +79,6 @@ def to_record(
         "params": [_geometry_of(param) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
-        "extra": extra,
         **({} if slabs is None else {"slabs": slabs}),
     }
     written = io.BytesIO()
@@ -182,7 +179,6 @@ class Saved:
                 for shape, stride, dtype in record["params"]
             ]
             self.buckets = self._read_buckets(json.loads(record["buckets"]), list(record["states"]))
-            self.extra: dict[Any, Any] = dict(record.get("extra", {}))
             self._slabs = [(str(name), int(at)) for name, at in record.get("slabs", ())]
         except StorageError:
             raise
@@ -194,15 +190,20 @@ class Saved:
                 path,
             ) from None
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise if the groups have other numbers of parameters.
+    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the record is of another class of optimizers, or the groups have other numbers of parameters.
 
         Raises
         ------
         ValueError
             The record is of another optimizer.
         """
-        counts = [len(group["params"]) for group in groups]
+        name = type(optimizer).__name__
+        if self.optimizer != name:
+            raise ValueError(
+                f"{self._path!r} is the state of another optimizer: {self.optimizer}, not {name}"
+            )
+        counts = [len(group["params"]) for group in optimizer.param_groups]
         theirs = [len(group["params"]) for group in self.groups]
         if counts != theirs:
             raise ValueError(
@@ -247,31 +248,25 @@ class Saved:
             )
 
     def layout(
-        self,
-        params: Sequence[torch.Tensor],
-        planned: Sequence[Bucket],
-        may_be_cut: Callable[[torch.Tensor], bool],
-        name: str,
+        self, params: Sequence[torch.Tensor], may_cut: Callable[[torch.Tensor], bool]
     ) -> list[Bucket]:
         """Return the saved buckets, with units that refer to these parameters.
-
-        The saved state must have the fields that are ``planned`` for the parameters; the division into buckets and
-        pieces may differ. ``name`` is the class of the optimizer that loads the state.
 
         Raises
         ------
         ValueError
-            The parameters need a different state.
+            A parameter was stepped in pieces, and ``may_cut`` returns False for it.
         """
-        mine = {unit.index: unit for bucket in planned for unit in bucket.units}
-        buckets = []
-        for bucket in self.buckets:
-            units = [
-                self._unit_for(params[unit.index], unit, mine, may_be_cut, name == self.optimizer)
-                for unit in bucket.units
-            ]
-            buckets.append(Bucket(bucket.index, bucket.nbytes, units))
-        return buckets
+        for unit in (unit for bucket in self.buckets for unit in bucket.units):
+            unit.param = params[unit.index]
+            # Units with equal small values have the same objects, which steps would change for all of them.
+            unit.leaves = unit.leaves and list(map(owned, unit.leaves))
+            if unit.stop is not None and not may_cut(unit.param):
+                raise ValueError(
+                    f"{self._path!r}: parameter {unit.index} was stepped in pieces there, and here it cannot be "
+                    "stepped in pieces with the same result; remedy: the same options (such as fused=True) and dtypes"
+                )
+        return self.buckets
 
     def check_params(
         self, params: Sequence[torch.Tensor], step_dtypes: Sequence[torch.dtype]
@@ -312,68 +307,6 @@ class Saved:
                     "remedy: load into a model with the same memory format"
                 )
 
-    def _unit_for(
-        self,
-        param: torch.Tensor,
-        saved: Unit,
-        planned: dict[int, Unit],
-        may_be_cut: Callable[[torch.Tensor], bool],
-        alike: bool,
-    ) -> Unit:
-        """Return a unit as it is saved, if the planned unit of the parameter has the same fields.
-
-        ``alike`` is whether an optimizer of the same class saved the unit; then the fields may differ a little.
-        """
-        own = planned[saved.index]
-        whole = saved.stop is None and own.stop is None
-        there, here = [
-            [
-                (each.name, each.dtype, each.is_master, each.shape if whole else ())
-                for each in fields
-            ]
-            for fields in (saved.fields, own.fields)
-        ]
-        # The saved unit may have more fields than planned, because some optimizers create state only in the first step.
-        # It may lack a small field: if a user has put a tensor of another dtype or shape in the place of a state
-        # tensor, this tensor is saved among the small values.
-        names = {each.name for each in saved.fields}
-        for each, key in zip(own.fields, here, strict=True):
-            beside = each.name not in names and each.nbytes < SMALL_NBYTES and not each.is_master
-            if key not in there and not (alike and beside):
-                self._refuse(saved, own)
-        if len(there) > len(here) and not alike:
-            self._refuse(saved, own)
-        if saved.stop is not None and not may_be_cut(param):
-            raise ValueError(
-                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and this optimizer cannot step "
-                f"it in pieces; the state is of another optimizer ({self.optimizer})"
-            )
-        unit = Unit(
-            saved.index, param, saved.start, saved.stop, saved.fields, own.dtype, own.layout
-        )
-        unit.leaves = saved.leaves and [
-            leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in saved.leaves
-        ]
-        unit.spec, unit.swapped, unit.has_master = saved.spec, saved.swapped, saved.has_master
-        return unit
-
-    def _refuse(self, saved: Unit, own: Unit) -> None:
-        there, here = [
-            ", ".join(f"{each.name!r} of {each.dtype}" for each in unit.fields) or "nothing"
-            for unit in (saved, own)
-        ]
-        raise ValueError(
-            f"{self._path!r}: the state of parameter {saved.index} has {there} there, and {here} here; it is of "
-            f"another optimizer ({self.optimizer}), or was made with other values of its group"
-        )
-
-    def state_like(self, index: int) -> dict[Any, Any] | None:
-        """Return a parameter's saved state, with tensors without values for those in buckets."""
-        unit = next(
-            (each for bucket in self.buckets for each in bucket.units if each.index == index), None
-        )
-        return None if unit is None else shape_of_state(unit, self.params[index][0])
-
     def read(self, bucket: Bucket, memory: torch.Tensor) -> None:
         """Read a bucket's bytes into memory, and verify them.
 
@@ -384,6 +317,12 @@ class Saved:
         """
         if bucket.nbytes and bucket.name in self._store:
             self._store.read(bucket.name, memory).result()
+
+    def bucket(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's bytes; errors as for :meth:`read`."""
+        memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
+        self.read(bucket, memory)
+        return memory
 
     def set_params(self, params: Sequence[torch.Tensor]) -> None:
         """Set parameters to their values at the time of the commit.

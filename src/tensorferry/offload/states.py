@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.offload.optimizer_snapshot import ATOMS, HOOKS, REPLACED_METHODS, reaches_tensor
+from tensorferry.offload.calls import HOOKS, REPLACED_METHODS
 from tensorferry.offload.plan import (
     MASTER,
     PACKED_NBYTES,
-    SMALL_NBYTES,
+    by_param,
+    check_storable,
+    dense_stride,
+    fields_of,
     flatten,
     is_swapped,
     local_of,
+    master_field,
     names_in,
+    placed,
     unflatten,
 )
 
@@ -31,13 +36,6 @@ if TYPE_CHECKING:
 
     from tensorferry.offload.plan import Bucket, Field, Unit
     from tensorferry.store import TensorStore
-
-# Tensor classes without data beyond their elements.
-PLAIN_TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter)
-
-
-class UnplannedError(ValueError):
-    """A state has a tensor for which no field was planned, and which cannot stay in memory as a small value."""
 
 
 def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
@@ -57,82 +55,155 @@ def _with_fields(
     return state
 
 
-def shape_of_state(unit: Unit, shape: Sequence[int] | None = None) -> dict[Any, Any] | None:
-    """Return a unit's state with meta tensors in place of its fields.
+def put_states(
+    bucket: Bucket,
+    memory: torch.Tensor,
+    states: Mapping[Unit, dict[Any, Any] | None],
+    counters: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Put the states of some units into their bucket; an empty state, or None, deletes that of the unit.
 
-    The meta tensors of a piece get the shape of the whole parameter: ``shape``, or that of ``unit.param``.
-    """
-    if unit.leaves is None:
-        return None
-    whole = local_of(unit.param).shape if shape is None else shape
-
-    def shaped(each: Field) -> torch.Tensor:
-        size = each.shape if unit.stop is None else whole
-        return torch.empty(size, dtype=each.dtype, device="meta")
-
-    return _with_fields(unit, unit.leaves, shaped)
-
-
-def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
-    """Store a unit's new state: fields in the bucket's memory, small values in the unit.
+    ``counters`` are tensors of single numbers that new states may use, such as for the number of their steps: these
+    stay in memory, and if the step had allocated them between tensors that are freed, the heap would be fragmented.
+    Return the bucket's memory: other memory if the states need other fields than the bucket has. The bucket's
+    ``nbytes`` is then the size of the new memory, and the old memory is unchanged.
 
     Raises
     ------
-    UnplannedError
-        A tensor has no field and is not small; nothing has changed.
+    TypeError
+        A tensor is of a class that cannot be stored. Nothing has changed.
     """
-    if not state:
-        unit.leaves, unit.spec, unit.swapped = None, None, []
-        return
-    leaves, spec = flatten(state)
+    for state in states.values():
+        check_storable(state)
+    flat = {unit: flatten(state) for unit, state in states.items() if state}
+    if not all(_fields_for(unit, *each) is not None for unit, each in flat.items()):
+        memory = _laid_out_again(bucket, memory, states)
+    for unit in states:
+        if unit in flat:
+            _put(unit, *flat[unit], memory, counters if unit.leaves is None else None)
+        else:
+            unit.leaves, unit.spec, unit.swapped = None, None, []
+    return memory
+
+
+def _fields_for(unit: Unit, leaves: Sequence[Any], spec: Any) -> list[tuple[int, Field]] | None:
+    """Return the indexes of the large tensors among leaves, with their fields; None if one of them has no field."""
     fields = {each.name: each for each in unit.fields if not each.is_master}
-    swapped: list[tuple[int, Field]] = []
+    shape = unit.shape
+    found = []
     for at, (name, leaf) in enumerate(zip(names_in(spec), leaves, strict=True)):
-        if isinstance(leaf, torch.Tensor):
-            if name in fields and _fits(leaf, fields[name]):
-                swapped.append((at, fields[name]))
-            elif type(leaf) not in PLAIN_TENSOR_CLASSES or leaf.nbytes >= SMALL_NBYTES:
-                raise UnplannedError(
-                    f"{name!r}, a {type(leaf).__name__} of {leaf.dtype} and shape {tuple(leaf.shape)}"
-                )
-        elif not isinstance(leaf, ATOMS) and reaches_tensor(leaf):
-            raise UnplannedError(f"{name!r}, a {type(leaf).__name__} that holds tensors")
+        if isinstance(leaf, torch.Tensor) and is_swapped(leaf, shape):
+            each = fields.get(name)
+            if each is None or (each.dtype, each.shape, each.stride) != (
+                leaf.dtype,
+                leaf.shape,
+                dense_stride(leaf),
+            ):
+                return None
+            found.append((at, each))
+    return found
+
+
+def _laid_out_again(
+    bucket: Bucket, memory: torch.Tensor, states: Mapping[Unit, dict[Any, Any] | None]
+) -> torch.Tensor:
+    """Give the units fields for these states; return new memory, with the masters and the states of other units."""
+    kept = {
+        unit: state_in(unit, memory)
+        for unit in bucket.units
+        if unit not in states and unit.leaves is not None
+    }
+    masters = {unit: unit.master.view(memory) for unit in bucket.units if unit.master is not None}
+    bucket.nbytes = 0
+    for unit in bucket.units:
+        state = states.get(unit, kept.get(unit))
+        if state:
+            fields = fields_of(state, unit.shape)
+            if unit in masters:
+                fields.insert(0, master_field(unit))
+        else:
+            fields = unit.fields
+        unit.fields = [placed(each, bucket, unit) for each in fields]
+    memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=memory.device)
+    for unit, state in kept.items():
+        _put(unit, *flatten(state), memory)
+    for unit, master in masters.items():
+        assert unit.master is not None
+        unit.master.view(memory).copy_(master)
+    return memory
+
+
+def _put(
+    unit: Unit,
+    leaves: list[Any],
+    spec: Any,
+    memory: torch.Tensor,
+    counters: list[torch.Tensor] | None = None,
+) -> None:
+    """Store a unit's new state, for which it has fields: fields in the bucket's memory, small values in the unit."""
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-    moved = False
+
+    def is_inside(leaf: torch.Tensor) -> bool:
+        return leaf.device == memory.device and begin <= leaf.data_ptr() < end
+
+    swapped = _fields_for(unit, leaves, spec)
+    assert swapped is not None
     sources: list[tuple[Field, torch.Tensor]] = []
     for at, each in swapped:
-        leaf, place = leaves[at], begin + each.offset
-        leaves[at] = None
-        is_there = leaf.data_ptr() == place and leaf.stride() == each.stride
-        if is_there or not leaf.numel():
-            continue
-        # If the optimizer has put a view of one field in the place of another, the loop below may overwrite the view's
-        # elements before it copies them. So copy leaves in the bucket's memory first.
-        inside = begin <= leaf.data_ptr() < end
-        sources.append((each, leaf.clone() if inside else leaf))
-        moved = True
-    if moved:
+        leaf, leaves[at] = leaves[at], None
+        is_there = leaf.data_ptr() == begin + each.offset and leaf.stride() == each.stride
+        if leaf.numel() and not is_there:
+            # If the optimizer has put a view of one field in the place of another, the loop below may overwrite the
+            # view's elements before it copies them. So copy leaves in the bucket's memory first.
+            sources.append((each, leaf.clone() if is_inside(leaf) else leaf))
+    if sources:
         unit.forget_views()  # the optimizer may have given these tensors other memory (`.data =`)
     for each, leaf in sources:
         each.view(memory).copy_(leaf)
     # A small value may be a view of the bucket's memory, which will later hold another bucket. Copy it.
     unit.leaves = [
-        leaf.clone()
-        if isinstance(leaf, torch.Tensor)
-        and leaf.device == memory.device
-        and begin <= leaf.data_ptr() < end
-        else leaf
+        leaf.clone() if isinstance(leaf, torch.Tensor) and is_inside(leaf) else leaf
         for leaf in leaves
     ]
+    for at, leaf in enumerate(unit.leaves if counters else ()):
+        if isinstance(leaf, torch.Tensor) and not leaf.dim() and counters:
+            like = counters[-1]
+            if (leaf.dtype, leaf.device) == (like.dtype, like.device):
+                unit.leaves[at] = counters.pop().copy_(leaf)
     unit.spec, unit.swapped = spec, swapped
 
 
-def _fits(leaf: torch.Tensor, each: Field) -> bool:
-    return (
-        type(leaf) in PLAIN_TENSOR_CLASSES
-        and leaf.dtype == each.dtype
-        and tuple(leaf.shape) == each.shape
+def share_of(unit: Unit, state: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    """Return a unit's share of its parameter's state, without the master, with copies of small values."""
+    if not state:
+        return None
+    leaves, spec = flatten(
+        {key: value for key, value in state.items() if key != MASTER or unit.master is None}
     )
+    return unflatten([_share(unit, leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]
+
+
+def _share(unit: Unit, leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf)
+    leaf = _elements(unit, leaf)
+    return leaf if is_swapped(leaf, unit.shape) else leaf.clone()
+
+
+def _elements(unit: Unit, value: torch.Tensor) -> torch.Tensor:
+    """Return a piece's elements of a tensor with the parameter's shape, or all of any other tensor."""
+    value = local_of(value).detach()
+    if unit.stop is not None and value.shape == local_of(unit.param).shape:
+        return value.reshape(-1)[unit.start : unit.stop]
+    return value
+
+
+def put_master(unit: Unit, state: dict[Any, Any] | None, memory: torch.Tensor) -> None:
+    """Set a unit's master to that in its parameter's state, or to the parameter's values if the state has none."""
+    if unit.master is not None:
+        unit.has_master = state is not None
+        if state is not None:
+            unit.master.view(memory).copy_(_elements(unit, state.get(MASTER, unit.param)))
 
 
 def state_of(
@@ -152,9 +223,12 @@ def state_of(
     local = local_of(first.param)
 
     def value_of(each: Field) -> Any:
-        at = first.fields.index(each)
+        is_cut = first.stop is not None and each.shape == (first.numel,)
         ranges = [
-            (bucket, unit.fields[at].offset, unit.fields[at].nbytes) for bucket, unit in pieces
+            (bucket, field.offset, field.nbytes)
+            for bucket, unit in (pieces if is_cut else pieces[:1])
+            for field in unit.fields
+            if (field.name, field.is_master) == (each.name, each.is_master)
         ]
         nbytes = sum(nbytes for *_, nbytes in ranges)
         if store is not None and nbytes and (len(pieces) > 1 or nbytes >= PACKED_NBYTES):
@@ -163,8 +237,10 @@ def state_of(
         else:
             copied = [read(bucket)[begin : begin + size] for bucket, begin, size in ranges]
             elements = torch.cat(copied).view(each.dtype)
-        whole = (each.shape, each.stride) if first.stop is None else (local.shape, first.layout)
-        return like_param(elements.as_strided(*whole), first.param, local)
+        whole = (
+            elements.view(local.shape) if is_cut else elements.as_strided(each.shape, each.stride)
+        )
+        return like_param(whole, first.param, local)
 
     state: dict[Any, Any] = {}
     if first.leaves is not None:
@@ -177,6 +253,42 @@ def state_of(
     if first.has_master and first.master is not None:
         state[MASTER] = value_of(first.master)
     return state
+
+
+def names_of_states(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[Any]]:
+    """Return the parameters that have state in buckets, with the names of its values."""
+    found: dict[torch.Tensor, list[Any]] = {}
+    for bucket in buckets:
+        for unit in bucket.units:
+            if unit.kept and not unit.start:
+                names = [] if unit.leaves is None else list(unflatten(unit.leaves, unit.spec))
+                found[unit.param] = [*names, *([MASTER] if unit.has_master else [])]
+    return found
+
+
+def mapped_states(
+    buckets: Sequence[Bucket], read: Callable[[Bucket], torch.Tensor], store: TensorStore
+) -> dict[torch.Tensor, dict[Any, Any]]:
+    """Return the states of all parameters that have one, as :func:`state_of` returns them with a store."""
+    last: list[Any] = [None, None]  # parameters share buckets: keep the bytes of the last one
+
+    def read_once(bucket: Bucket) -> torch.Tensor:
+        if last[0] is not bucket:
+            last[:] = bucket, read(bucket)
+        return last[1]  # type: ignore[no-any-return]
+
+    return {
+        param: state_of(pieces, read_once, store)
+        for param, pieces in by_param(buckets).items()
+        if any(unit.kept for _, unit in pieces)
+    }
+
+
+def owned(leaf: Any) -> Any:
+    """Return a copy of a leaf of a state, in separate memory."""
+    return (
+        local_of(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+    )
 
 
 def like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
@@ -196,89 +308,6 @@ def like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def put_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
-    """Put a parameter's state, or a piece's share of it, into its bucket.
-
-    Raises
-    ------
-    UnplannedError
-        A tensor has no field, and is not small.
-    """
-    state = dict(state)
-    master = state.pop(MASTER, None) if unit.master is not None else None
-    leaves, spec = flatten(state)
-    leaves = [_share(unit, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    keep_state(unit, unflatten(leaves, spec), memory)
-    if unit.leaves is not None:  # copy small values, which the caller may change
-        unit.leaves = [
-            leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in unit.leaves
-        ]
-    if unit.master is not None:
-        value = unit.param.detach() if master is None else master
-        unit.master.view(memory).copy_(_share(unit, value))
-        unit.has_master = True
-
-
-def _share(unit: Unit, value: torch.Tensor) -> torch.Tensor:
-    """Return a piece's elements of a tensor with the parameter's shape, or all of any other tensor."""
-    value, local = local_of(value), local_of(unit.param)
-    if unit.stop is None or value.shape != local.shape:
-        return value
-    return elements_of(value, like=local, start=unit.start, stop=unit.stop)
-
-
-def elements_of(tensor: torch.Tensor, *, like: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of a tensor, in the memory order of a dense tensor ``like`` of the same shape.
-
-    The result is a view if both have the same strides, and otherwise a copy of these elements.
-    """
-    tensor = tensor.detach()
-    if tensor.stride() == like.stride():
-        return tensor.as_strided((tensor.numel(),), (1,))[start:stop]
-    strides: Any = like.stride()
-    order = sorted(range(like.dim()), key=lambda at: (-strides[at], -like.shape[at]))
-    return _range_of(tensor.permute(order), start, stop)
-
-
-def _range_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    if tensor.is_contiguous() or tensor.dim() < 2:
-        return tensor.reshape(-1)[start:stop]
-    inner = tensor.numel() // tensor.shape[0]
-    first, last = start // inner, (stop - 1) // inner
-    if first == last:
-        return _range_of(tensor[first], start - first * inner, stop - first * inner)
-    head = _range_of(tensor[first], start - first * inner, inner)
-    tail = _range_of(tensor[last], 0, stop - last * inner)
-    return torch.cat((head, tensor[first + 1 : last].reshape(-1), tail))
-
-
-def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) -> bool:
-    """Return whether each tensor of a parameter's state has a planned field, or is small enough to need none.
-
-    Raises
-    ------
-    ValueError
-        A tensor has another shape than planned.
-    """
-    first = pieces[0][1]
-    local = local_of(first.param)
-    leaves, spec = flatten(state)
-    known = True
-    for name, leaf in zip(names_in(spec), leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        planned = next((each for each in first.fields if each.name == name), None)
-        if planned is None:
-            known = known and not is_swapped(local_of(leaf), local.shape)
-            continue
-        shape = tuple(local.shape) if first.stop is not None else planned.shape
-        if tuple(local_of(leaf).shape) != shape:
-            raise ValueError(
-                f"state_dict: {name!r} of parameter {index} has the shape {tuple(leaf.shape)}, not {shape}"
-            )
-    return known
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
