@@ -29,7 +29,7 @@ from tensorferry.offload import (
     stream_weights,
     streaming,
 )
-from tensorferry.offload.absent import AbsentParameter
+from tensorferry.offload.streaming import AbsentWeight as AbsentParameter
 from tensorferry.offload.arena import Arena, round_to_pages
 from tensorferry.safetensors import SafetensorError
 from tensorferry.transfer import pipeline
@@ -367,7 +367,7 @@ def test_an_absent_weight_tells_its_shape_and_no_more(stored: tuple[Model, Path]
             lambda: x @ weight.data,
             lambda: x @ weight.detach(),
             lambda: weight + 1,
-            lambda: weight.cpu(),
+            lambda: weight.double(),
             lambda: nn.functional.linear(x, weight),
             lambda: torch.cat([x, weight]),
         ):
@@ -603,11 +603,11 @@ def test_values_that_would_be_ignored_are_refused(stored: tuple[Model, Path]) ->
     zeros = {name: torch.zeros_like(one) for name, one in state.items()}
     wanted = whole(tokens())
     with stream_weights(model, directory, memory_budget="9MiB"):
-        for assign in (True, False):
-            with pytest.raises(RuntimeError, match=r"positions.*the model is streamed"):
-                model.load_state_dict(zeros, assign=assign)
-            with pytest.raises(RuntimeError, match=r"weight, bias.*the model is streamed"):
-                model.shared.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict(), assign=assign)
+        with pytest.raises(RuntimeError, match=r"(?s)positions.*the model is streamed"):
+            model.load_state_dict(zeros)
+        with pytest.raises(RuntimeError, match=r"(?s)weight.*the model is streamed"):
+            model.shared.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict())
+        model.shift.copy_(whole.shift)  # a buffer, which has been loaded
         assert model.load_state_dict({}, strict=False).missing_keys
         weight = model.shared.weight
         for change in (
@@ -632,29 +632,19 @@ def test_values_that_would_be_ignored_are_refused(stored: tuple[Model, Path]) ->
         assert not torch.equal(model(tokens()), wanted)
 
 
-def test_a_weight_that_is_replaced_meanwhile_is_refused_in_every_pass_and_stays(
-    stored: tuple[Model, Path],
-) -> None:
+def test_a_weight_that_is_replaced_meanwhile_is_used_and_stays(stored: tuple[Model, Path]) -> None:
     whole, directory = stored
-    for module, name in (
-        (Model.__name__, "positions"),
-        ("shared", "weight"),
-        ("recurrent", "bias_ih_l0"),
-    ):
-        model = empty()
-        part = model if module == Model.__name__ else model.get_submodule(module)
+    for module, name in ((".", "positions"), ("shared", "weight"), ("recurrent", "bias_ih_l0")):
+        model, expected = empty(), copy.deepcopy(whole)
         stream = stream_weights(model, directory, memory_budget="9MiB")
-        given = nn.Parameter(torch.zeros(getattr(part, name).shape), requires_grad=False)
-        away = getattr(part, name)
-        setattr(part, name, given)
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match=rf"{name} has been replaced in the model"):
-                model(tokens())
-        setattr(part, name, away)
-        assert torch.equal(model(tokens()), whole(tokens()))
-        setattr(part, name, given)
+        parts = [each if module == "." else each.get_submodule(module) for each in (model, expected)]
+        given = nn.Parameter(torch.rand(getattr(parts[1], name).shape), requires_grad=False)
+        for part in parts:
+            setattr(part, name, given)
+        for seed in range(3):
+            assert torch.equal(model(tokens(seed)), expected(tokens(seed)))
         stream.close()
-        assert getattr(part, name) is given
+        assert getattr(parts[0], name) is given
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -1003,11 +993,11 @@ def test_what_is_kept_leaves_a_window_and_wastes_little(seed: int) -> None:
     steps = [[number] for number in range(len(sizes))]
     rng.shuffle(steps)
     nbytes = dict(enumerate(sizes))
-    least = scan.needed_nbytes(steps, nbytes)
+    least = max(sizes)
     for budget in (least, 2 * least, 4 * least, sum(sizes) // 2, sum(sizes) - 1, sum(sizes)):
         if budget < least:
             continue
-        kept = scan.kept(steps, nbytes, budget)
+        kept = scan.kept(steps, steps, nbytes, budget)
         held = sum(nbytes[one] for one in kept)
         streamed = [nbytes[one] for one in nbytes if one not in kept]
         assert held + max(streamed, default=0) <= budget
@@ -1020,7 +1010,7 @@ def test_what_is_kept_leaves_a_window_and_wastes_little(seed: int) -> None:
 
 def test_what_is_kept_is_spread_over_the_pass() -> None:
     steps = [[number] for number in range(100)]
-    kept = scan.kept(steps, dict.fromkeys(range(100), 20 * MIB), 1064 * MIB)
+    kept = scan.kept(steps, steps, dict.fromkeys(range(100), 20 * MIB), 1064 * MIB)
     assert len(kept) >= 48
     runs = [len(list(group)) for _, group in itertools.groupby(range(100), kept.__contains__)]
     assert max(runs) <= 3
@@ -1029,7 +1019,7 @@ def test_what_is_kept_is_spread_over_the_pass() -> None:
 def test_what_is_used_often_is_kept_first() -> None:
     steps = [[number % 7 if number % 2 else 7 + number] for number in range(60)]
     nbytes = dict.fromkeys({one for step in steps for one in step}, 10 * MIB)
-    kept = scan.kept(steps, nbytes, 160 * MIB)
+    kept = scan.kept(steps, steps, nbytes, 160 * MIB)
     assert set(range(7)) <= kept
 
 

@@ -12,10 +12,7 @@ from tensorferry.offload.kinds import register
 from tensorferry.offload.optimizer import OffloadedOptimizer, checked_options, opened_store
 from tensorferry.offload.plan import check_params
 
-try:  # TEMPORARY
-    from tensorferry.offload.trained import TrainingOptimizer, offload_training
-except (ImportError, FileNotFoundError):
-    TrainingOptimizer = offload_training = None
+from tensorferry.offload.training_optimizer import TrainingOptimizer, offload_training
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
 
 if TYPE_CHECKING:

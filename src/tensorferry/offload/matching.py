@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tensorferry.base.reprs import first_of
-from tensorferry.offload.absent import AbsentParameter
+from tensorferry.offload.absent import Absent
 from tensorferry.offload.conversions import Elements, Layout, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
 
@@ -87,7 +87,7 @@ def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool =
         values in the model, that is, those that are not on the meta device.
     """
     tensors = {name: tensor for name, _, _, tensor, _ in _tensors(model)}
-    if away := [name for name, tensor in tensors.items() if isinstance(tensor, AbsentParameter)]:
+    if away := [name for name, tensor in tensors.items() if isinstance(tensor, Absent)]:
         raise ValueError(f"model: {told(away)}: these weights are streamed already")
     learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
     if learning and not in_training:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from tensorferry.offload.absent import Absent
 from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.calls import class_step, state_after_a_step
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
@@ -258,6 +259,8 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
                     f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has the layout {param.layout}; "
                     "only dense parameters (torch.strided) can be offloaded"
                 )
+            if isinstance(param, Absent):
+                continue  # its values are on a drive, in a place of its own
             local = local_of(param)
             if local.numel() and local.untyped_storage().nbytes():
                 last = sum(

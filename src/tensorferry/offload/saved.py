@@ -179,7 +179,7 @@ class Saved:
                 for shape, stride, dtype in record["params"]
             ]
             self.buckets = self._read_buckets(json.loads(record["buckets"]), list(record["states"]))
-            self._slabs = [(str(name), int(at)) for name, at in record.get("slabs", ())]
+            self.slabs = [(str(name), int(at)) for name, at in record.get("slabs", ())]
         except StorageError:
             raise
         except Exception as error:
@@ -236,12 +236,12 @@ class Saved:
         ValueError
             ``offload_training()`` made one of them, and ``offload_optimizer()`` the other.
         """
-        if self._slabs and not in_slabs:
+        if self.slabs and not in_slabs:
             raise ValueError(
                 f"{self._path!r} was committed by offload_training(), with parameters on drives; continue it "
                 "with offload_training(), not with offload_optimizer()"
             )
-        if in_slabs and not self._slabs:
+        if in_slabs and not self.slabs:
             raise ValueError(
                 f"{self._path!r} was committed by offload_optimizer(), with parameters in memory; continue it "
                 "with offload_optimizer(), not with offload_training()"
@@ -340,19 +340,22 @@ class Saved:
                 if value is not local:
                     local.copy_(value)
 
-    def read_param(self, index: int, memory: torch.Tensor) -> None:
-        """Read the bytes of a parameter that the commit has in a slab.
+    def read_slab(self, name: str, at: int, memory: torch.Tensor) -> None:
+        """Read bytes of a slab of the commit, from an offset on.
 
         Raises
         ------
         StorageError
             As for :meth:`read`.
         """
-        name, at = self._slabs[index]
         if self._slab is None or self._slab[0] != name:
             self._slab = None
-            self._slab = name, self._store.read(name).result()
+            self._slab = name, self.tensor(name)
         memory.copy_(self._slab[1][at : at + memory.numel()])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the bytes of a tensor of the commit; errors as for :meth:`read`."""
+        return self._store.read(name).result()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the store."""

@@ -15,111 +15,88 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 # A read request costs a drive a fixed time, in which it could transfer about this many bytes.
 _SMALL_NBYTES = 256 << 10
 # The least size of the window: this many bytes in flight keep a drive busy. It is at most a quarter of the budget.
 _WINDOW_NBYTES = 64 << 20
+# The most items that are considered for keeping because of their size.
+_MAX_LARGE = 16
 # The most steps of a pass that are recorded: a long loop within forward() must not fill memory.
 _MAX_STEPS = 1 << 17
 
 
-def needed_nbytes(steps: Sequence[Sequence[int]], nbytes: Mapping[int, int]) -> int:
-    """Return the bytes of the weights that the largest step needs at the same time."""
-    return max((sum(nbytes[weight] for weight in set(step)) for step in steps), default=0)
-
-
 def kept(
-    steps: Sequence[Sequence[int]], nbytes: Mapping[int, int], budget_nbytes: int
+    steps: Sequence[Sequence[int]],
+    together: Sequence[Sequence[int]],
+    nbytes: Mapping[int, int],
+    budget_nbytes: int,
 ) -> frozenset[int]:
-    """Choose the weights that stay in memory.
+    """Choose the items that stay in memory.
 
     Parameters
     ----------
     steps : sequence of sequences of int
-        The weights that each step of a pass needs.
+        The items that each step of a pass uses.
+    together : sequence of sequences of int
+        Items that must be in memory at the same time.
     nbytes : mapping of int to int
-        The memory of each weight.
+        The memory of each item.
     budget_nbytes : int
-        Memory for all weights, at least :func:`needed_nbytes`.
+        Memory for all items, at least as much as the largest of ``together``.
 
     Returns
     -------
     frozenset of int
-        The chosen weights. The rest of the budget, two of the largest steps if possible, is the window for the others.
+        The chosen items. The rest of the budget is the window for the others.
     """
-    uses = Counter(weight for step in steps for weight in set(step))
-    if sum(nbytes[weight] for weight in uses) <= budget_nbytes:
+    uses = Counter(item for step in steps for item in set(step))
+    if sum(nbytes[item] for item in uses) <= budget_nbytes:
         return frozenset(uses)
+
+    def window(staying: set[int]) -> int:
+        """Return the bytes of the window: two of the largest needs, or more for the drive."""
+        largest = max(sum(nbytes[w] for w in set(each) - staying) for each in together)
+        return max(min(2 * largest, budget_nbytes), min(_WINDOW_NBYTES, budget_nbytes // 4))
+
     found: set[int] = set()
-    free = budget_nbytes - _window(steps, nbytes, found, budget_nbytes)
-    small = sorted((w for w in uses if nbytes[w] <= _SMALL_NBYTES), key=lambda w: nbytes[w])
-    for weight in small:
-        if free < nbytes[weight] or budget_nbytes < 4 * nbytes[weight]:
+    free = budget_nbytes - window(found)
+
+    def keep(items: Iterable[int]) -> None:
+        nonlocal free
+        for item in items:
+            if item not in found and nbytes[item] <= free:
+                found.add(item)
+                free -= nbytes[item]
+
+    # The window must have room for the largest items that do not stay, so keeping a large item may reduce the window.
+    chosen: set[int] = set()
+    best, best_nbytes = chosen, free
+    for item in sorted(uses, key=lambda item: (-nbytes[item], item))[:_MAX_LARGE]:
+        if nbytes[item] <= _WINDOW_NBYTES // 4:
             break
-        found.add(weight)
-        free -= nbytes[weight]
-    found |= _largest(steps, nbytes, found, uses, budget_nbytes)
-    free = budget_nbytes - _window(steps, nbytes, found, budget_nbytes) - _sum(found, nbytes)
-    for weight, count in uses.most_common():  # each use of a weight that does not stay is a read
-        if count < 2:
-            break
-        if weight not in found and nbytes[weight] <= free:
-            found.add(weight)
-            free -= nbytes[weight]
-    # Spread the weights that stay evenly over the pass: `due` grows with each weight, and a weight stays if it fits.
-    others = [weight for weight in uses if weight not in found]  # in the order of the pass
-    share = max(free, 0) / max(_sum(others, nbytes), 1)
+        chosen = chosen | {item}
+        room = budget_nbytes - window(chosen)
+        if sum(nbytes[each] for each in chosen) <= room and room > best_nbytes:
+            best, best_nbytes = chosen, room
+    free = best_nbytes
+    keep(best)
+    keep(sorted((each for each in uses if nbytes[each] <= _SMALL_NBYTES), key=lambda w: nbytes[w]))
+    # Each use of an item that does not stay is a read.
+    least = min(uses.values())
+    keep(item for item, count in uses.most_common() if count > least)
+    # Spread the items that stay evenly over the pass: `due` grows with each item, and an item stays if it fits.
+    others = [item for item in uses if item not in found]  # in the order of the pass
+    share = max(free, 0) / max(sum(nbytes[item] for item in others), 1)
     due = 0.0
-    for weight in others:
-        due += share * nbytes[weight]
-        if nbytes[weight] <= min(due, free):
-            found.add(weight)
-            free -= nbytes[weight]
-            due -= nbytes[weight]
-    for weight in others:  # fill the remaining budget
-        if weight not in found and nbytes[weight] <= free:
-            found.add(weight)
-            free -= nbytes[weight]
+    for item in others:
+        due += share * nbytes[item]
+        if nbytes[item] <= due:
+            keep([item])
+            due -= nbytes[item]
+    keep(others)
     return frozenset(found)
-
-
-def _largest(
-    steps: Sequence[Sequence[int]],
-    nbytes: Mapping[int, int],
-    already: set[int],
-    uses: Mapping[int, int],
-    budget_nbytes: int,
-) -> set[int]:
-    """Return as many of the largest weights as maximize the bytes that stay.
-
-    The window must fit the largest weights that do not stay, so keeping a large weight may reduce the window.
-    """
-    chosen: list[int] = []
-    best, best_nbytes = 0, budget_nbytes - _window(steps, nbytes, already, budget_nbytes)
-    candidates = sorted((w for w in uses if w not in already), key=lambda w: (-nbytes[w], w))
-    for weight in candidates:
-        if nbytes[weight] <= _WINDOW_NBYTES // 4 or len(chosen) == 16:
-            break
-        chosen.append(weight)
-        staying = already | set(chosen)
-        room = budget_nbytes - _window(steps, nbytes, staying, budget_nbytes)
-        if _sum(staying, nbytes) <= room and room > best_nbytes:
-            best, best_nbytes = len(chosen), room
-    return set(chosen[:best])
-
-
-def _window(
-    steps: Sequence[Sequence[int]], nbytes: Mapping[int, int], staying: set[int], budget_nbytes: int
-) -> int:
-    """Return the bytes of the window for weights that do not stay: two of the largest steps, or more for the drive."""
-    largest = needed_nbytes([[w for w in step if w not in staying] for step in steps], nbytes)
-    return max(min(2 * largest, budget_nbytes), min(_WINDOW_NBYTES, budget_nbytes // 4))
-
-
-def _sum(weights: Iterator[int] | Sequence[int] | set[int], nbytes: Mapping[int, int]) -> int:
-    return sum(nbytes[weight] for weight in weights)
 
 
 class Order:

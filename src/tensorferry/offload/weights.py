@@ -6,6 +6,7 @@ A *pass* is a forward pass of the whole model. It is a sequence of *steps*: runs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -17,8 +18,7 @@ import torch
 from torch import nn
 
 from tensorferry.base.checks import checked_nbytes
-from tensorferry.offload import scan
-from tensorferry.offload.absent import Forward, outside_of_graphs, recorded
+from tensorferry.offload.absent import Around, recorded, tensors_in
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users
 from tensorferry.offload.streaming import Streaming, Weight
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _PIECE_NBYTES = 4 << 20
 
 _ONE_THREAD = "another thread runs the model: only one thread at a time can call parts of it"
+_REFUSED_COPY = (
+    "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; close() the "
+    "stream first"
+)
 
 
 def stream_weights(
@@ -94,9 +98,6 @@ def stream_weights(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
-    ours = vars(model).get("forward")
-    if isinstance(ours, Forward) and isinstance(ours.owner, WeightStream):
-        raise ValueError("model: its weights are streamed already")
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device: {where} is neither a CPU nor a CUDA device")
@@ -133,15 +134,12 @@ class WeightStream:
             Weight(number, one, device)
             for number, one in enumerate(one for one in found if not one.buffer and one.nbytes)
         ]
-        modules, steps = self._steps(model, whole)
+        modules, steps, together = self._steps(model, whole)
         fixed_nbytes = sum(one.nbytes for one in fixed)
-        nbytes = {weight.number: weight.nbytes for weight in self._weights}
-        needed = fixed_nbytes + scan.needed_nbytes(steps, nbytes)
+        sizes = [sum(weight.nbytes for weight in step) for step in together]
+        needed = fixed_nbytes + max(sizes, default=0)
         if needed > budget_nbytes:
-            _, name = max(
-                (scan.needed_nbytes([step], nbytes), str(type(module).__name__))
-                for module, step in zip(modules, steps, strict=True)
-            )
+            name = type(modules[sizes.index(max(sizes))]).__name__
             raise MemoryBudgetError(
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
@@ -171,17 +169,16 @@ class WeightStream:
                 stacklevel=3,
             )
         self._model = model
-        self._lock = threading.RLock()
-        self._owner: int | None = None  # the thread that runs a pass
-        self._parts_lock = threading.Lock()
-        self._parts_owner: int | None = None  # the last thread that has called a part of the model
-        self._passes = 0
-        self._seconds = 0.0
-        self._closed = False
+        # Passes take turns. The other lock is held by the thread that runs the model or a part of it.
+        self._pass_lock, self._lock = threading.RLock(), threading.RLock()
+        self._is_in_pass = self._closed = False
+        self._passes, self._seconds = 0, 0.0
         self._hooks: list[Any] = []
         self._root_step: int | None = None  # the step of the model itself, if it has weights
         self._fixed = fixed
-        self._streaming = Streaming(self._weights, steps, budget_nbytes - fixed_nbytes, device)
+        self._streaming = Streaming(
+            self._weights, steps, together, budget_nbytes - fixed_nbytes, device
+        )
         self._total_nbytes = sum(one.nbytes for one in found)
         try:
             for one in fixed:
@@ -210,21 +207,20 @@ class WeightStream:
             "read_nbytes": counters.read_nbytes,
             "waits": counters.waits,
             "wait_seconds": counters.wait_seconds,
-            "unexpected_steps": counters.unexpected_steps,
+            "unexpected_steps": counters.unexpected,
             "weights_nbytes": self._total_nbytes,
             "kept_nbytes": self._streaming.kept_nbytes,
-            "memory_nbytes": self._streaming.memory_nbytes,
+            "memory_nbytes": self._streaming.nbytes,
         }
 
     def close(self) -> None:
         """Wait for reads in flight, and restore the model. Do not call this while the model runs."""
-        if self._owner == threading.get_ident():
-            raise RuntimeError(
-                "close(): the model is running in this thread; call close() after the forward pass"
-            )
         self._after_fork()
-        with self._lock:
-            self._check_parts()
+        with self._turn():
+            if self._streaming.in_use:
+                raise RuntimeError(
+                    "close(): the model is running in this thread; call close() after the forward pass"
+                )
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
@@ -238,10 +234,7 @@ class WeightStream:
 
     def __reduce__(self) -> NoReturn:
         """Raise: a streamed model cannot be pickled or copied."""
-        raise RuntimeError(
-            "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; "
-            "close() the stream first"
-        )
+        raise RuntimeError(_REFUSED_COPY)
 
     def __enter__(self) -> WeightStream:
         if self._closed:
@@ -253,30 +246,28 @@ class WeightStream:
 
     def _steps(
         self, model: nn.Module, whole: tuple[type[nn.Module], ...]
-    ) -> tuple[list[nn.Module], list[list[int]]]:
-        """Return the modules that need weights, and for each module the numbers of all weights that it needs.
+    ) -> tuple[list[nn.Module], list[list[Weight]], list[list[Weight]]]:
+        """Return the modules that need weights, and for each module its weights, without and with enclosing modules'.
 
-        These are its own weights and those of the enclosing modules, whose forward() is running meanwhile.
+        The forward() of the enclosing modules is running meanwhile.
         """
         of_module: dict[int, list[Weight]] = {}
         for weight in self._weights:
             for module, _ in weight.matched.places:
                 of_module.setdefault(id(module), []).append(weight)
         modules: list[nn.Module] = []
-        steps: list[list[int]] = []
+        steps: list[list[Weight]] = []
+        together: list[list[Weight]] = []
         for module, own, above in users(model, lambda each: isinstance(each, whole)):
             wanted = [weight for one in own for weight in of_module.get(id(one), ())]
-            if not wanted:
-                continue
-            for weight in dict.fromkeys(wanted):
-                weight.steps.append(len(modules))
-            meanwhile = [weight for one in above for weight in of_module.get(id(one), ())]
-            modules.append(module)
-            steps.append([weight.number for weight in dict.fromkeys([*wanted, *meanwhile])])
-        return modules, steps
+            if wanted:
+                meanwhile = [weight for one in above for weight in of_module.get(id(one), ())]
+                modules.append(module)
+                steps.append(list(dict.fromkeys(wanted)))
+                together.append(list(dict.fromkeys([*wanted, *meanwhile])))
+        return modules, steps, together
 
     def _install_hooks(self, modules: list[nn.Module]) -> None:
-        of_module: dict[nn.Module, list[str]] = {}
         for weight in self._weights:
             original = weight.matched.original
             assert original is not None
@@ -284,91 +275,69 @@ class WeightStream:
             if not original.is_meta:  # release its memory: the weight must not be in memory twice
                 original = nn.Parameter(torch.empty_like(original, device="meta"), False)
             weight.matched.original = original
-            for module, name in weight.matched.places:
-                of_module.setdefault(module, []).append(name)
-        for module, names in of_module.items():
-            on_load: Any = module.register_load_state_dict_pre_hook
-            self._hooks.append(on_load(functools.partial(_refuse_to_load, names)))
-        enter, leave = outside_of_graphs(self._enter), outside_of_graphs(self._leave)
         for step, module in enumerate(modules):
             if module is self._model:
                 self._root_step = step
-                continue
-            on_enter = functools.partial(self._call_hook, enter, step)
-            on_leave = functools.partial(self._call_hook, leave, step)
-            self._hooks += [
-                module.register_forward_pre_hook(on_enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(on_leave, always_call=True),
-            ]
-        self._hooks.append(Forward(self._model, self, self._run))
+            else:
+                self._around(module, "_call_impl", functools.partial(self._run_part, step))
+        self._around(self._model, "forward", self._run)
+
+    def _around(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        self._hooks.append(Around(module, name, run, _REFUSED_COPY))
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward pass."""
-        if self._owner == threading.get_ident():  # the model calls itself
-            return forward(*args, **kwargs)
         self._after_fork()
-        with self._lock:
+        with self._pass_lock, self._turn():
+            if self._is_in_pass:  # the model calls itself
+                return forward(*args, **kwargs)
             if self._closed:
                 raise ValueError("this stream of weights is closed")
-            with self._parts_lock:
-                self._check_parts()
-                self._owner = threading.get_ident()
             complete = False
             began = time.perf_counter()
+            self._is_in_pass = True
             try:
                 self._streaming.begin_pass()
-                _check_inputs(args, kwargs, gradients=self._root_step is None)
-                if self._root_step is not None:
-                    self._streaming.acquire(self._root_step)
-                result = forward(*args, **kwargs)
+                if self._root_step is None:
+                    _check_inputs(args, kwargs, gradients=True)
+                    result = forward(*args, **kwargs)
+                else:
+                    result = self._run_part(self._root_step, forward, args, kwargs)
                 complete = True
             finally:
-                self._owner = None
+                self._is_in_pass = False
                 self._streaming.end_pass(complete=complete)
                 self._passes += complete
                 self._seconds += time.perf_counter() - began
             return result
 
-    def _call_hook(self, hook: Callable[..., None], *args: Any) -> None:
-        """Call a module's hook.
-
-        Hooks are registered as this bound method, which refers to the stream. So pickling or copying the module also
-        pickles or copies the stream, whose :meth:`__reduce__` raises.
-        """
-        hook(*args)
-
-    def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        _check_inputs(args, kwargs)
-        if self._owner == threading.get_ident():
-            self._streaming.acquire(step)
-            return
+    def _run_part(self, step: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module with its weights, in a forward pass or outside of one."""
         self._after_fork()
-        # Hold the lock until the step has its weights. From then on, the weights are in use, and _check_parts() raises
-        # in other threads.
-        with self._parts_lock:
-            if self._owner is not None:
-                raise RuntimeError(_ONE_THREAD)
-            self._check_parts()
-            self._parts_owner = threading.get_ident()
+        _check_inputs(args, kwargs)
+        with self._turn():
             self._streaming.acquire(step)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._streaming.release(step)
 
-    def _leave(self, step: int, *_: Any) -> None:
-        running = self._parts_owner if self._owner is None else self._owner
-        if running == threading.get_ident():
-            self._streaming.release(step)
-
-    def _check_parts(self) -> None:
-        """Raise if another thread runs a part of the model: that part must keep its weights until it has ended."""
-        if self._parts_owner in (None, threading.get_ident()) or not self._streaming.in_use:
-            return
-        if any(thread.ident == self._parts_owner for thread in threading.enumerate()):
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be the only thread that uses the model; raise RuntimeError if another one does."""
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError(_ONE_THREAD)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _after_fork(self) -> None:
         """In a forked child, replace the locks, which threads of the parent process may hold."""
         if self._streaming.is_parents:
-            self._lock, self._owner = threading.RLock(), None
-            self._parts_lock, self._parts_owner = threading.Lock(), None
+            self._pass_lock, self._lock = threading.RLock(), threading.RLock()
+            self._is_in_pass = False
+            self._streaming.reset()
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
@@ -449,15 +418,6 @@ def _bytes(one: Matched) -> Iterator[torch.Tensor]:
     yield piece[:filled]
 
 
-def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    given = [prefix + name for name in names if prefix + name in state]
-    if given:
-        raise RuntimeError(
-            f"load_state_dict: {told(given)} cannot be loaded: the model is streamed, and its weights are those of the "
-            "files; close() the stream first"
-        )
-
-
 def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
     """Raise for inputs that would give wrong results, and unless ``gradients``, for inputs that require gradients."""
     if recorded():
@@ -466,7 +426,7 @@ def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
             "other weights"
         )
     gradients = gradients or not torch.is_grad_enabled()
-    for value in _tensors_in((*args, *kwargs.values())):
+    for value in tensors_in((args, kwargs)):
         if value.is_meta:
             raise RuntimeError(
                 "an input is on the meta device: it has no values, and torch would compute with it without an error"
@@ -476,13 +436,3 @@ def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
                 "streamed weights are for inference: an input requires gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from _tensors_in(value.values())
