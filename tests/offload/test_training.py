@@ -339,8 +339,6 @@ def test_state_dicts_go_both_ways(pair: Any, directory: Path) -> None:
     run.state_of_random, run.losses = expected.state_of_random, list(expected.losses)
     train(expected, run)
     assert_same(expected, run)
-    with pytest.raises(RuntimeError, match="assign=True"):
-        run.model.load_state_dict(model, assign=True)
 
 
 def test_a_model_begins_in_files_and_is_saved_to_files(directory: Path) -> None:
@@ -425,7 +423,7 @@ def test_a_frozen_base_stays_in_its_files(directory: Path, checkpoints: bool) ->
     run.optimizer.close()
 
 
-def test_a_state_dict_with_a_frozen_base_changes_nothing(directory: Path) -> None:
+def test_a_state_dict_cannot_change_a_frozen_base(directory: Path) -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(WIDTH, WIDTH)
@@ -442,8 +440,10 @@ def test_a_state_dict_with_a_frozen_base_changes_nothing(directory: Path) -> Non
         memory_budget="1MiB",
         files=directory / "model.safetensors",
     )
-    with pytest.raises(RuntimeError, match="the frozen parameters of base are read from files="):
+    with pytest.raises(RuntimeError, match=r"base\.weight, base\.bias: frozen parameters"):
         model.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert same(model.state_dict()["base.weight"].clone(), before["base.weight"])
+    model.load_state_dict(before)
     assert same({name: value.clone() for name, value in model.state_dict().items()}, before)
     drive.close()
 
@@ -794,9 +794,7 @@ def test_passes_in_several_threads_are_refused(pair: Any) -> None:
     handle = run.model.blocks[1].up.bias.register_hook(other)
     losses[0].backward()
     handle.remove()
-    assert [str(each)[:33] for each in failures] == ["a backward pass has begun before "]
-    with pytest.raises(RuntimeError, match="gradients are incomplete"):
-        run.optimizer.step()
+    assert [str(each)[:36] for each in failures] == ["a backward pass has failed or is sti"]
     run.optimizer.zero_grad()
     train(run)
 

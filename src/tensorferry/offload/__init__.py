@@ -11,7 +11,6 @@ from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, Off
 from tensorferry.offload.kinds import register
 from tensorferry.offload.optimizer import OffloadedOptimizer, checked_options, opened_store
 from tensorferry.offload.plan import check_params
-
 from tensorferry.offload.training_optimizer import TrainingOptimizer, offload_training
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
 

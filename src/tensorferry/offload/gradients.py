@@ -103,14 +103,14 @@ class StoredGradient(AbsentWrapper):
             )
             if swapper is not None and numbers_only:
                 if name in _NORMS:
-                    kind = float(numbers.get(0, numbers.get("ord", 2)))
                     if numbers.keys() <= {0, "ord"}:
+                        kind = float(numbers.get(0, numbers.get("ord", 2)))
                         return swapper.norm(stored[0], kind)
-                elif name == _UNSCALE:
-                    return swapper.unscale(stored, others, *args[1:])
                 else:
                     if others:
                         func(others, *args[1:], **(kwargs or {}))
+                    if name == _UNSCALE:
+                        return swapper.unscale(stored, *args[1:])
                     for each in stored:
                         each.change(_CHANGES[name], args[1:], kwargs or {})
                     return args[0]

@@ -254,6 +254,7 @@ class Holder:
     def _fetch(self, items: Sequence[Item], *, change: bool) -> list[torch.Tensor]:
         self._reap()
         self._needed = set(items)
+        begun_ahead = [item for item in items if item.moving is not None and not item.writes]
         for item in items:
             item.keep = True
         try:
@@ -266,13 +267,15 @@ class Holder:
                 for item in items:
                     if item.dirty and not item.moving:
                         self._write(item, keep=False)
-                    if item.moving is not None:
-                        self._await(item)
+                    self._await(item)
                     self.leave(item)
                 self._place_all(items)
             self.read_ahead()
+            for item in begun_ahead:
+                self._await(item, reads_on=True)
+            self._place_all(items)  # again where reading ahead has failed: the drive may work now
             for item in items:
-                if item.moving is not None and (change or not item.writes):
+                if change or not item.writes:
                     error = self._await(item, reads_on=True)
                     if error is not None and item.place is None:
                         raise error
@@ -399,8 +402,7 @@ class Holder:
         with self.lock:
             if item.moving is not None or item.place is not None:
                 with self._guard():
-                    if item.moving is not None:
-                        self._await(item)
+                    self._await(item)
                     self._leave(item)
             item.dirty = item.stored = False
 
@@ -415,9 +417,8 @@ class Holder:
         with self.lock, self._guard():
             failures: list[Exception] = []
             for item in self._items:
-                if item.dirty and item.moving is not None:
-                    self._await(item)  # a write of an earlier version
                 if item.dirty:
+                    self._await(item)  # a write of an earlier version
                     try:
                         self._write(item, keep=True)
                     except StorageError as error:
@@ -506,9 +507,10 @@ class Holder:
             raise error
 
     def _await(self, item: Item, *, reads_on: bool = False) -> Exception | None:
-        """Wait for the end of an item's transfer, and return its failure; meanwhile begin further reads."""
+        """Wait for the end of an item's transfer, if one is in progress, and return its failure."""
         moving = item.moving
-        assert moving is not None
+        if moving is None:
+            return None
         if not moving.done():
             self.counters.waits += 1
             began = time.perf_counter()

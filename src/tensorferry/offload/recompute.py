@@ -89,8 +89,10 @@ class BlockCall:
         if self._versions != [slab.versions_now() for slab in self._use.slabs]:
             raise RuntimeError(f"{self._use.name}: {STEPPED}")
         now = [holder.get(key) for holder, key in self._places]
-        if self._marks != [self._mark(tensor) for tensor in tensors] or (
-            not self._copies and self._place_marks != [self._mark(tensor) for tensor in now]
+        marks = [*self._marks, *(() if self._copies else self._place_marks)]
+        if any(
+            mark is not None and mark != self._mark(tensor)
+            for mark, tensor in zip(marks, [*tensors, *now], strict=False)
         ):
             raise RuntimeError(
                 f"{self._use.name}: an argument or a buffer of this block has changed since the forward pass, and "
@@ -129,12 +131,11 @@ class BlockCall:
         return outputs
 
     def _mark(self, tensor: torch.Tensor | None) -> Any:
-        """Return a value that is equal only for the same bytes."""
+        """Return a value that is equal only for the same bytes; None for a parameter, whose version is checked."""
         if tensor is None:
+            return ()
+        if self._swapper.slab_at(tensor) is not None:
             return None
-        slab = self._swapper.slab_at(tensor)
-        if slab is not None:
-            return slab.number, slab.versions_now()
         plain = tensor.detach()
         if type(plain) is not torch.Tensor or plain.layout != torch.strided or not plain.is_cpu:
             return id(tensor), tensor._version

@@ -2,11 +2,10 @@
 
 Parameters and gradients are in slabs (``slabs.py``), of which some are in memory (``holder.py``). The parameters are
 always the user's own objects. While a parameter's module does not run, the parameter is *absent*: it has a class that
-refuses every operation that needs values (``absent.py``), and a single NaN in place of its values. A parameter gets its
-values, as a view of its slab, in four cases: while its module runs (:meth:`ParameterSwapper.present`), while autograd
-uses what it has saved, while the optimizer steps it (:meth:`ParameterSwapper.bring`), and, as private copies, in a block
-of ``in_memory()`` (:meth:`ParameterSwapper.lend`). A *step of the training* consists of forward and backward passes
-followed by the optimizer's ``step()``.
+refuses every operation that needs values (``absent.py``), and a single NaN in place of its values. A parameter has its
+values, as a view of its slab, while its module runs (:meth:`ParameterSwapper.present`) and while the optimizer steps it
+(:meth:`ParameterSwapper.bring`). Within a block of ``in_memory()`` it is a private copy (:meth:`ParameterSwapper.lend`).
+A *step of the training* consists of forward and backward passes followed by the optimizer's ``step()``.
 
 In place of a parameter, autograd saves a reference to its slab, from which the backward pass gets the values again. A
 block runs again in the backward pass (``recompute.py``). Gradients are accumulated by autograd itself: a hook gives it
@@ -22,19 +21,14 @@ import math
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tensorferry.offload.absent import Absent, Around, recorded, tensors_in
 from tensorferry.offload.equality import same_bits
-from tensorferry.offload.gradients import (
-    StoredGradient,
-    grad_of,
-    set_grad,
-    stored_gradients,
-)
+from tensorferry.offload.gradients import StoredGradient, grad_of, set_grad, stored_gradients
 from tensorferry.offload.holder import is_shared
 from tensorferry.offload.matching import told
 from tensorferry.offload.plan import PACKED_NBYTES
@@ -54,9 +48,11 @@ _REMEDY = (
 )
 _REFUSED_COPY = f"the model cannot be saved or copied as a whole: {_REMEDY}"
 _SECOND_ORDER = "gradients of gradients (create_graph=True) are impossible: they need parameters that have left memory"
-_INCOMPLETE = "a backward pass failed, and gradients are incomplete: call optimizer.zero_grad() and repeat the passes"
+_INCOMPLETE = (
+    "a backward pass has failed or is still running, and gradients are incomplete: call optimizer.zero_grad() and "
+    "repeat the passes"
+)
 _USED = "gradients of the previous step have been released: call optimizer.zero_grad() before the next backward() or step()"
-
 
 # Free memory of the heap is returned to the system each time this many bytes have been freed.
 _TRIM_NBYTES = 32 << 20
@@ -90,126 +86,89 @@ class ParameterSwapper:
     def __init__(self, plan: Plan, device: torch.device, *, checkpoint_activations: bool) -> None:
         self.plan, self.device = plan, device
         self.holder: Holder
+        #: Returns a context manager for work with slabs; with True, signals are deferred meanwhile.
+        self.access: Callable[[bool], contextlib.AbstractContextManager[Any]]
         self._checkpoints = checkpoint_activations
         self._hooks: list[Any] = []
-        #: Returns a context manager for work with slabs; with True, signals are deferred meanwhile.
-        self._access: Callable[[bool], contextlib.AbstractContextManager[Any]]
         self._running: list[ModuleUse] = []  # the innermost last
-        self._second_run: ModuleUse | None = (
-            None  # a block that has its parameters after its second run
-        )
+        # A block that has its parameters after its second run.
+        self._second_run: ModuleUse | None = None
         self._is_in_forward = False  # whether a forward pass of the whole model is running
         self._is_open = False  # whether a step of the training has begun
         self._steps = 0  # complete steps of the training
         self._thread: int | None = None  # the thread that ran the model last
         self._graph: int | None = None  # autograd's id of the backward pass that is not complete
-        self._is_partial = False  # whether a backward pass has failed
         # The accumulators of gradients: autograd has no other references to them, and they have our hooks.
         self._accumulators: dict[torch.Tensor, Any] = {}
         # Parameters whose `grad` is in memory now, with what it is otherwise.
         self._exposed: dict[torch.Tensor, StoredGradient | None] = {}
-        self._brought: dict[torch.Tensor, None] = {}  # parameters that the optimizer steps now
+        # The slabs of the bucket that the optimizer steps now, and those of its gradients.
+        self._stepped: tuple[set[Slab], set[GradientSlab]] = set(), set()
         # For each slab of gradients, the number of buckets that still need it in the optimizer's current step.
         self._left: Counter[GradientSlab] = Counter()
-        # Parameters that are private copies now, with their stand-ins for gradients.
-        self._lent: dict[torch.Tensor, StoredGradient | None] = {}
-        # The parameters of each module into which load_state_dict() is loading.
-        self._loading: dict[nn.Module, list[torch.Tensor]] = {}
+        #: Parameters that are private copies now, with their stand-ins for gradients.
+        self.lent: dict[torch.Tensor, StoredGradient | None] = {}
         self._freed_nbytes = 0  # since free memory was returned to the system
         self._norm_type: float | None = None  # of the norms that are computed when gradients arrive
         self._slab_at: dict[int, Slab] = {}  # slabs whose parameters have values, by address
         self._nans: dict[torch.dtype, torch.Tensor] = {}
-        self._absent = _absent_class(self)
-        # The order in which slabs are used, in passes without gradients and in even and odd steps: the optimizer steps
-        # the buckets in alternating direction.
+        self._absent = type("AbsentParameter", (AbsentParameter,), {"swapper": weakref.ref(self)})
+        # The orders in which slabs are used: in passes without gradients, and in even and odd steps, because the
+        # optimizer steps the buckets in alternating direction.
         self._orders: dict[str, Order] = {}
 
     # Values of parameters
 
-    def move(
-        self,
-        values: Callable[[torch.Tensor], torch.Tensor | None],
-        guard: Callable[[], contextlib.AbstractContextManager[Any]],
-    ) -> None:
-        """Move all parameters into slabs.
+    def install(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Move all parameters into slabs, and install the hooks that bring them to modules.
 
         ``values`` returns the values of a parameter, or None if the parameter itself has them.
         """
-        moved: list[Slab] = []
-        try:
-            for slab in self.plan.slabs:
-                moved.append(slab)
-                if slab.source is None:
-                    self._fill(slab, values)
-                    self._note_freed(slab.nbytes)
-                with guard():
-                    for param in slab.fields:
-                        self.put_away(param)
-        except BaseException:
-            self.give_back(moved)
-            raise
-
-    def _fill(self, slab: Slab, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        [memory] = self.holder.hold([slab.number], change=True)
-        for param, field in slab.fields.items():
-            value = values(param)
-            field.view(memory).copy_(param.detach() if value is None else value)
-        slab.dirty = True
-
-    def give_back(self, slabs: Iterable[Slab]) -> None:
-        """Restore parameters of slabs to ordinary memory."""
-        for slab in slabs:
-            if any(isinstance(param, self._absent) for param in slab.fields):
-                [memory] = self.holder.hold([slab.number])
+        for slab in self.plan.slabs:
+            if slab.source is None:
+                [memory] = self.holder.hold([slab.number], change=True)
                 for param, field in slab.fields.items():
-                    param.__class__ = nn.Parameter
-                    param.data = field.view(memory).clone()
-
-    def install(self, access: Callable[[bool], contextlib.AbstractContextManager[Any]]) -> None:
-        """Install the hooks that bring parameters to modules and gradients to drives."""
-        self._access = access
+                    value = values(param)
+                    field.view(memory).copy_(param.detach() if value is None else value)
+                del memory, value
+                slab.dirty = True
+                self._note_freed(slab.nbytes)
+            with self.access(True):
+                for param in slab.fields:
+                    self.put_away(param)
         for param, (slab, _) in self.plan.place_of.items():
             if slab.gradients is not None:
                 self._watch(param)
         for use in self.plan.uses:
-            if use.module is self.plan.model:
-                continue
             if use.is_block and self._checkpoints:
                 self._around(use.module, "forward", functools.partial(self._run_block, use))
-            else:  # with the module's own hooks, which may use its parameters
+            elif use.module is not self.plan.model:
+                # With the module's own hooks, which may use its parameters.
                 self._around(use.module, "_call_impl", functools.partial(self._run_module, use))
         self._around(self.plan.model, "forward", self._run)
         for module in self.plan.model.modules():
-            of_module: Any = module
-            self._hooks += [
-                of_module.register_state_dict_post_hook(functools.partial(self._fill_state_dict)),
-                of_module.register_load_state_dict_pre_hook(self._before_load),
-                of_module.register_load_state_dict_post_hook(self._after_load),
-            ]
+            fill = functools.partial(self._fill_state_dict)
+            self._hooks.append(module.register_state_dict_post_hook(fill))
 
     def _around(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
         self._hooks.append(Around(module, name, run, _REFUSED_COPY))
 
-    def note_written(self, param: torch.Tensor) -> None:
-        """Note that a parameter has other values in its slab."""
-        self.plan.place_of[param][0].dirty = True
-        torch.autograd.graph.increment_version(param)
+    def uninstall(self, *, give_back: bool) -> None:
+        """Remove all hooks; give parameters their values back, or leave them without values."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for param, (slab, field) in self.plan.place_of.items() if give_back else ():
+            if isinstance(param, self._absent):
+                [memory] = self.holder.hold([slab.number])
+                param.__class__ = nn.Parameter
+                param.data = field.view(memory).clone()
 
     def close(self) -> None:
         """Release the memory, and the space of gradients on drives."""
         self.holder.close()
         for slab in self.plan.gradients:
             slab.store.close()
-
-    def uninstall(self) -> None:
-        """Remove all hooks; parameters stay without values."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def __reduce__(self) -> NoReturn:
-        """Raise: pickling or copying the model reaches this object through the model's hooks, and is impossible."""
-        raise RuntimeError(_REFUSED_COPY)
 
     def put_away(self, param: torch.Tensor) -> None:
         """Make a parameter absent."""
@@ -224,9 +183,10 @@ class ParameterSwapper:
         param.data = nan.expand(field.shape)
         param.__class__ = self._absent
 
-    def _give(self, slabs: Sequence[Slab]) -> None:
+    def _give(self, slabs: Iterable[Slab], *, change: bool = False) -> None:
         """Bring slabs into memory, and give their parameters their values."""
-        memories = self.holder.hold([slab.number for slab in slabs])
+        slabs = [slab for slab in slabs if not slab.is_given]
+        memories = self.holder.hold([slab.number for slab in slabs], change=change)
         for slab, memory in zip(slabs, memories, strict=True):
             slab.lent = self._on_device(memory)
             slab.versions, slab.is_given = slab.versions_now(), True
@@ -237,31 +197,31 @@ class ParameterSwapper:
 
     def _take(self, slab: Slab) -> None:
         """Make a slab's parameters absent."""
-        memory, slab.lent = slab.lent, None
-        slab.is_given = False
+        memory, slab.lent, slab.is_given = slab.lent, None, False
         assert memory is not None
         self._slab_at.pop(memory.data_ptr(), None)
         has_changed = slab.versions != slab.versions_now()
         for param in slab.fields:
             self.put_away(param)
-        if has_changed:  # nn.Embedding with max_norm writes into its parameter
+        if has_changed:  # by the optimizer, or by forward(): nn.Embedding with max_norm writes into its parameter
             if slab.source is not None:
                 raise self._in_files(slab)
             slab.dirty = True
             if self._computes_elsewhere():
                 [there] = self.holder.hold([slab.number], change=True)
                 there.copy_(memory)
+        in_backward = self._graph is not None  # then autograd has views
         if self._computes_elsewhere():
             # Unlike a view of the slab itself, a view of a copy would not follow the parameter.
-            if is_shared(memory) and self._graph is None:
+            if is_shared(memory) and not in_backward:
                 raise RuntimeError(
                     f"{self._names(slab)}: a module keeps one of these parameters, or a view of it; on a device other "
                     "than the CPU, make it copy the parameter"
                 )
             return
         del memory
-        # Tensors that are still there may write into the parameter later; in a backward pass they are autograd's.
-        slab.dirty |= slab.source is None and self._graph is None and slab.is_used
+        # Through tensors that are still there the parameter may change later.
+        slab.dirty |= slab.source is None and not in_backward and slab.is_used
 
     def _on_device(self, memory: torch.Tensor) -> torch.Tensor:
         if not self._computes_elsewhere():
@@ -292,10 +252,10 @@ class ParameterSwapper:
         self._end_second_run()
         self._running.append(use)
         try:
-            with self._access(False):
+            with self.access(False):
                 if again:
                     self._note_backward()
-                self._give([slab for slab in use.slabs if not slab.is_given])
+                self._give(use.slabs)
             yield
         finally:
             self._running.pop()
@@ -306,7 +266,7 @@ class ParameterSwapper:
 
     def _put_away(self, use: ModuleUse) -> None:
         needed = {slab for each in self._running for slab in each.slabs}
-        with self._access(False):
+        with self.access(False):
             for slab in use.slabs:
                 if slab.is_given and slab not in needed:
                     self._take(slab)
@@ -317,36 +277,33 @@ class ParameterSwapper:
         if use is not None:
             self._put_away(use)
 
-    def _clean(self) -> None:
-        """End what Ctrl-C has interrupted: passes, loads and accesses to gradients."""
+    def clean(self) -> None:
+        """End what Ctrl-C has interrupted."""
         self._running.clear()
         self._second_run = None
         for slab in self.plan.slabs:
             if slab.is_given:
                 self._take(slab)
-        self._hide_gradients()
-        while self._loading:
-            _, params = self._loading.popitem()
-            self.take_back(params)
+        self._stepped = set(), set()
+        self._hide_gradients(list(self._exposed))
 
     # Forward
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward pass of the model."""
+        self._check_thread()
         if self._is_in_forward:  # the model calls itself
-            self._check_thread()
             return forward(*args, **kwargs)
-        with self._access(True):
-            self._check_thread()
-            self._clean()
+        with self.access(True):
+            self.clean()
             self._begin(learns=torch.is_grad_enabled())
-        self._is_in_forward, self._thread = True, threading.get_ident()
+        self._is_in_forward = True
         try:
-            use = next((each for each in self.plan.uses if each.module is self.plan.model), None)
-            if use is None:
-                self._check_run("the model")
-                return forward(*args, **kwargs)
-            return self._run_module(use, forward, args, kwargs)
+            for use in self.plan.uses:
+                if use.module is self.plan.model:
+                    return self._run_module(use, forward, args, kwargs)
+            self._check_run("the model")
+            return forward(*args, **kwargs)
         finally:
             self._is_in_forward = False
 
@@ -363,10 +320,9 @@ class ParameterSwapper:
         self, use: ModuleUse, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run a block, under activation checkpointing if gradients are enabled."""
-        self._check_run(use.name)
         if not torch.is_grad_enabled():
-            with self.present(use):
-                return forward(*args, **kwargs)
+            return self._run_module(use, forward, args, kwargs)
+        self._check_run(use.name)
         outputs = BlockCall(self, use, forward, (args, kwargs)).run()
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
@@ -384,16 +340,16 @@ class ParameterSwapper:
         if kind not in self._orders:
             forward = [slab.number for slab in self.plan.slabs]
             self._orders[kind] = Order(self.plan.expected() if learns else forward)
-        order = self._orders[kind]
-        self.holder.expect(order, begin=not (learns and self._is_open))
-        if kind == "even" and order.changed and not self._is_open:
+        order, begins = self._orders[kind], not (learns and self._is_open)
+        self.holder.expect(order, begin=begins)
+        if kind == "even" and begins and order.changed:
             self.holder.choose()
         self._is_open |= learns
 
     def _check_thread(self) -> None:
         """Raise if another thread is running the model."""
         runs = self._running or self._is_in_forward or self._graph is not None
-        if runs and self._thread not in (None, threading.get_ident()):
+        if runs and self._thread != threading.get_ident():
             raise RuntimeError(
                 "the model is in use in another thread, or a backward pass failed in that thread; only one thread at a "
                 "time can run the model (remedy after a failure: optimizer.zero_grad())"
@@ -401,24 +357,20 @@ class ParameterSwapper:
         self._thread = threading.get_ident()
 
     def _check_run(self, name: str) -> None:
+        why = ""
         if recorded():
-            raise RuntimeError(
-                f"{name}: a model with parameters on drives cannot be traced or exported: the recording would use "
-                "memory that is later reused"
+            why = "it cannot be traced or exported: the recording would use memory that is later reused"
+        elif _node() is not None:
+            why = (
+                "it runs in a backward pass: turn off the model's own activation checkpointing, and pass its layers to "
+                "offload_training() as blocks"
             )
-        if _node() is not None:
-            raise RuntimeError(
-                f"{name} runs in a backward pass: turn off the model's own activation checkpointing, and pass its "
-                "layers to offload_training() as blocks"
-            )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                f"{name}: torch.func cannot transform a model with parameters on drives"
-            )
-        if self._lent:
-            raise RuntimeError(
-                f"{name} runs in a block of in_memory(), where parameters are copies: run the model after it"
-            )
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            why = "torch.func cannot transform it"
+        elif self.lent:
+            why = "it cannot run in a block of in_memory(), where parameters are copies; run it after that block"
+        if why:
+            raise RuntimeError(f"{name} has its parameters on drives: {why}")
 
     def slab_at(self, tensor: torch.Tensor) -> Slab | None:
         """Return the slab that contains a tensor's memory, if its parameters have values now."""
@@ -437,14 +389,10 @@ class ParameterSwapper:
             # Autograd does not check the version of a tensor that hooks have packed, so _unpack() compares it.
             return tensor, tensor._version
         offset = tensor.storage_offset() * tensor.itemsize
-        param = next(
-            param
-            for param, field in slab.fields.items()
-            if field.offset <= offset < field.offset + max(field.nbytes, 1)
-        )
-        return _Saved(
-            *(slab, param, offset, tensor.shape, tensor.stride(), tensor.dtype, param._version)
-        )
+        # The parameter is the last one that begins at or before the offset.
+        param = [param for param, field in slab.fields.items() if field.offset <= offset][-1]
+        place = offset, tensor.shape, tensor.stride(), tensor.dtype
+        return _Saved(slab, param, *place, param._version)
 
     def _unpack(self, saved: Any) -> Any:
         """Return the tensor for the object that :meth:`_pack` returned."""
@@ -459,7 +407,7 @@ class ParameterSwapper:
             return tensor
         if saved.version != version_of(saved.param):
             raise RuntimeError(STEPPED)
-        with self._access(False):
+        with self.access(False):
             self._note_backward()
             self._end_second_run()
             [memory] = self.holder.hold([saved.slab.number])
@@ -474,35 +422,21 @@ class ParameterSwapper:
         graph: Any = torch._C._current_graph_task_id()
         if graph in (-1, self._graph):  # -1: a user reads what autograd has saved
             return
-        if self._graph is not None and (self._has_gradients() or self._is_others()):
-            self._is_partial = True
-            raise RuntimeError(
-                "a backward pass has begun before the previous one was complete: only one at a time is possible; "
-                "optimizer.zero_grad() ends a failed one"
-            )
         self.check_gradients()
         self._graph, self._thread = graph, threading.get_ident()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(_backward_ended, weakref.ref(self), graph))
-
-    def _is_others(self) -> bool:
-        return self._thread != threading.get_ident()
-
-    def _has_gradients(self) -> bool:
-        return bool(self._exposed) or any(True for _ in stored_gradients(self._accumulators))
+        engine.queue_callback(functools.partial(_backward_ended, weakref.ref(self)))
 
     def end_backward(self) -> None:
-        """End a backward pass that has failed, when its gradients are gone."""
+        """End a backward pass: it is complete, or its gradients are gone."""
         self._end_second_run()
-        self._hide_gradients()
-        self._graph, self._is_partial = None, False
+        self._hide_gradients(list(self._exposed))
+        self._graph = None
 
     def check_gradients(self) -> None:
         """Raise if gradients are incomplete, or belong to a step that is complete."""
-        if self._graph is not None or self._is_partial:
-            if self._has_gradients():
-                raise RuntimeError(_INCOMPLETE)
-            self.end_backward()
+        if self._graph is not None:
+            raise RuntimeError(_INCOMPLETE)
         if any(stored.is_used for stored in stored_gradients(self._accumulators)):
             raise RuntimeError(_USED)
 
@@ -522,25 +456,22 @@ class ParameterSwapper:
             if there is not None:
                 there._after_gradient(param)
 
-        kind, learns = type(param), param.requires_grad
-        param.__class__ = nn.Parameter
+        learns, param.__class__ = param.requires_grad, nn.Parameter
         param.requires_grad_()  # needed to make the accumulator; the parameter may require gradients later
         node: Any = torch.autograd.graph.get_gradient_edge(param).node
         param.requires_grad_(learns)
-        param.__class__ = kind
-        if self._accumulators.get(param) is not node:
-            self._accumulators[param] = node
-            self._hooks += [node.register_prehook(before), node.register_hook(after)]
+        param.__class__ = self._absent
+        self._accumulators[param] = node
+        self._hooks += [node.register_prehook(before), node.register_hook(after)]
 
     @torch.no_grad()
     def _before_gradient(self, param: torch.Tensor) -> None:
         """Give autograd the gradient to which it will add another one."""
-        with self._access(False):
+        with self.access(False):
             self._note_backward()
             stored = StoredGradient.of(param)
             if stored is not None:
-                self._exposed[param] = stored
-                set_grad(param, self._settled(stored).to(self.device))
+                self._expose(stored)
             elif grad_of(param) is None:
                 self._exposed[param] = None
             # Otherwise a user has set the gradient, and it stays in the user's memory.
@@ -550,16 +481,14 @@ class ParameterSwapper:
         """Move the gradient that autograd has accumulated to its slab."""
         grad = grad_of(param)
         if (
-            param not in self._exposed or grad is None
-        ):  # it is the user's, or a user's hook has taken it
-            self._exposed.pop(param, None)
-            return
-        with self._access(False):
-            self._store(param, grad, self._exposed[param])
-            del self._exposed[param]
-        nbytes = grad.nbytes
-        del grad
-        self._note_freed(nbytes)
+            param in self._exposed and grad is not None
+        ):  # else it is the user's, or a user's hook has taken it
+            with self.access(False):
+                self._store(param, grad, self._exposed[param])
+            nbytes = grad.nbytes
+            del grad
+            self._note_freed(nbytes)
+        self._exposed.pop(param, None)
 
     def _note_freed(self, nbytes: int) -> None:
         """Count freed bytes, and return free memory of the heap to the system after each :data:`_TRIM_NBYTES`.
@@ -578,60 +507,64 @@ class ParameterSwapper:
     ) -> None:
         """Copy a gradient to its slab, unless it is there, and give the parameter a stand-in for it."""
         name = self.plan.names[param]
-        slab, _ = self.plan.place_of[param]
-        assert slab.gradients is not None
-        field = slab.gradients.fields[param]
         if grad.layout != torch.strided:
             raise TypeError(
                 f"{name} has a sparse gradient; only dense ones are supported (remedy: sparse=False in nn.Embedding)"
             )
         if grad.requires_grad:
             raise RuntimeError(f"{name}: {_SECOND_ORDER}")
-        if grad.dtype != field.dtype:
+        slab, view = self._gradient_at(param)
+        if grad.dtype != view.dtype:
             raise RuntimeError(
-                f"{name} has a gradient of {grad.dtype}, and had room for one of {field.dtype} (remedy: set grad_dtype "
+                f"{name} has a gradient of {grad.dtype}, and had room for one of {view.dtype} (remedy: set grad_dtype "
                 "before offload_training())"
             )
-        [memory] = self.holder.hold([slab.gradients.number], change=True)
-        view = field.view(memory)
         if grad.data_ptr() != view.data_ptr():
             view.copy_(grad)
-        slab.gradients.dirty = True
+        slab.dirty = True
         if stored is None:
             stored = StoredGradient.for_param(self, param)
         stored.note_norm(self._norm_type, view)
         set_grad(param, stored)
 
+    def _gradient_at(self, param: torch.Tensor) -> tuple[GradientSlab, torch.Tensor]:
+        """Return the slab with a parameter's gradient, and the gradient there."""
+        slab = self.plan.place_of[param][0].gradients
+        assert slab is not None
+        [memory] = self.holder.hold([slab.number], change=True)
+        return slab, slab.fields[param].view(memory)
+
     def _settled(self, stored: StoredGradient) -> torch.Tensor:
         """Return a gradient in its slab, after the changes that were recorded for it."""
-        slab, _ = self.plan.place_of[stored.param]
-        assert slab.gradients is not None
-        [memory] = self.holder.hold([slab.gradients.number], change=True)
-        view = slab.gradients.fields[stored.param].view(memory)
+        slab, view = self._gradient_at(stored.param)
         if stored.has_changes:
-            with self._access(True):
-                slab.gradients.dirty = True
+            with self.access(True):
+                slab.dirty = True
                 stored.settle(view)
         return view
 
-    def _hide_gradients(self) -> None:
-        """Give parameters their stand-ins again, after an exception."""
-        for param, stored in self._exposed.items():
-            set_grad(param, stored)
-        self._exposed.clear()
+    def _expose(self, stored: StoredGradient) -> None:
+        """Make a parameter's ``grad`` the gradient itself."""
+        param = stored.param
+        self._exposed[param] = stored
+        set_grad(param, self._settled(stored).to(self.device))
+
+    def _hide_gradients(self, params: Iterable[torch.Tensor]) -> None:
+        """Make the ``grad`` of parameters their stand-ins again."""
+        for param in params:
+            set_grad(param, self._exposed.pop(param))
 
     @torch.no_grad()
     def norm(self, stored: StoredGradient, kind: float) -> torch.Tensor:
         """Return the norm of a gradient; from now on, norms of this order are computed when gradients arrive."""
-        with self._access(False):
+        with self.access(False):
             self._norm_type = kind
-            found = stored.known_norm(kind)
-            if found is None:
+            if stored.known_norm(kind) is None:
                 # Read the slab once for all of its gradients.
                 slab, _ = self.plan.place_of[stored.param]
                 for each in stored_gradients(slab.fields):
                     each.note_norm(kind, self._settled(each))
-                found = stored.known_norm(kind)
+            found = stored.known_norm(kind)
             assert found is not None
             return found
 
@@ -639,21 +572,17 @@ class ParameterSwapper:
     def unscale(
         self,
         stored: Sequence[StoredGradient],
-        others: list[torch.Tensor],
         found_inf: torch.Tensor,
         inv_scale: torch.Tensor,
     ) -> None:
         """Do what ``torch._amp_foreach_non_finite_check_and_unscale_`` does."""
-        unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
-        if others:
-            unscale(others, found_inf, inv_scale)
         # Norms of an order that is not positive may be finite in spite of infinite elements.
         kind = self._norm_type if self._norm_type and self._norm_type > 0 else 2.0
         for each in stored:
             # If a norm is finite, all elements are, too. If it is not, its elements may still be finite, because the
             # norm may exceed the range of its dtype. Then read the gradient to find out.
             if not self.norm(each, kind).isfinite().item():
-                with self._access(False):
+                with self.access(False):
                     if not self._settled(each).isfinite().all():
                         found_inf.fill_(1.0)
             if inv_scale.item() != 1.0:
@@ -663,57 +592,51 @@ class ParameterSwapper:
 
     def begin_step(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
         """Prepare the optimizer's step; ``buckets`` are the parameters of the buckets that are not stepped yet."""
-        self._clean()
-        self._left = Counter(
-            slab for params in buckets for slab in self._slabs_of_gradients(params)
-        )
+        self.clean()
+        self._left = Counter(slab for params in buckets for slab in self._slabs_of(params)[1])
 
-    def _slabs_of_gradients(self, params: Iterable[torch.Tensor]) -> set[GradientSlab]:
-        return {
-            slab.gradients
-            for param in params
-            if param in self.plan.place_of
-            and (slab := self.plan.place_of[param][0]).gradients is not None
-            and (param in self._exposed or StoredGradient.of(param) is not None)
+    def _slabs_of(self, params: Iterable[torch.Tensor]) -> tuple[set[Slab], set[GradientSlab]]:
+        """Return the slabs of parameters, and those of their gradients."""
+        slabs = {
+            param: self.plan.place_of[param][0] for param in params if param in self.plan.place_of
         }
+        gradients = {
+            slab.gradients
+            for param, slab in slabs.items()
+            if param in self._exposed or StoredGradient.of(param) is not None
+        }
+        return set(slabs.values()), {slab for slab in gradients if slab is not None}
 
     @torch.no_grad()
-    def bring(self, params: Iterable[torch.Tensor] | None) -> None:
+    def bring(self, params: Sequence[torch.Tensor] | None) -> None:
         """Bring a bucket's parameters and gradients into memory, and put away those of the bucket before.
 
-        With None, put away the parameters of all buckets: the step is over or has failed.
+        With None, put away those of all buckets: the step is over or has failed.
         """
-        wanted = {param for param in params or () if param in self.plan.place_of}
-        over = self._slabs_of_gradients(self._brought)
-        for param in [param for param in self._brought if param not in wanted]:
-            del self._brought[param]
-            if param in self._exposed:
-                set_grad(param, self._exposed.pop(param))
-            self.put_away(param)
+        before, of_gradients = self._stepped
+        self._stepped = self._slabs_of(params or ())
+        self._hide_gradients([param for param in self._exposed if param not in set(params or ())])
+        for slab in before - self._stepped[0]:
+            self._take(slab)
         if params is not None:
             # Gradients that no remaining bucket needs are dropped without a write. After the last bucket they are kept:
             # retry() needs them after a failure, and otherwise end_step() drops them.
-            self._left.subtract(over)
-            for slab in over:
-                if not self._left[slab]:
-                    self.holder.drop(slab)
-        slabs = list(dict.fromkeys(self.plan.place_of[param][0] for param in wanted))
-        memories = self.holder.hold([slab.number for slab in slabs], change=True)
-        memory_of = dict(zip(slabs, memories, strict=True))
-        for param in wanted:
-            slab, field = self.plan.place_of[param]
-            self.note_written(param)
-            if param in self._brought:
-                continue
-            self._brought[param] = None
-            stored = StoredGradient.of(param)
-            param.__class__ = nn.Parameter
-            if stored is not None:
-                set_grad(param, None)
-            param.data = field.view(memory_of[slab])
-            if stored is not None:
-                self._exposed[param] = stored
-                set_grad(param, self._settled(stored))
+            self._left.subtract(of_gradients)
+            for gradients in of_gradients:
+                if not self._left[gradients]:
+                    self.holder.drop(gradients)
+        self._give(self._stepped[0], change=True)
+        for param in params or ():
+            if param in self.plan.place_of:
+                self.note_written(param)
+                stored = StoredGradient.of(param)
+                if stored is not None:
+                    self._expose(stored)
+
+    def note_written(self, param: torch.Tensor) -> None:
+        """Note that a parameter has other values in its slab."""
+        self.plan.place_of[param][0].dirty = True
+        torch.autograd.graph.increment_version(param)
 
     def end_step(self) -> None:
         """End a step and drop its gradients; their stand-ins stay until zero_grad()."""
@@ -726,103 +649,66 @@ class ParameterSwapper:
 
     # Private copies
 
-    def check_idle(self) -> None:
-        """Raise if the model is running, which uses its parameters where they are."""
-        if self._running or _node() is not None:
-            raise RuntimeError(
-                "in_memory(): the model is running; a module's hooks can use its parameters directly"
-            )
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is running, which uses its parameters where they are."""
+        return bool(self._running) or _node() is not None
 
-    def check_not_lent(self) -> None:
-        """Raise if parameters are private copies."""
-        if self._lent:
-            raise RuntimeError(
-                "this is impossible within a block of in_memory(), where parameters are copies: end the block first"
-            )
-
-    def nbytes_of_copies(self, params: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of private copies of parameters and gradients, with those that exist already."""
-        nbytes = 0
-        for param in {*params, *self._lent} & self.plan.place_of.keys():
+    def lend(self, params: Iterable[torch.Tensor]) -> None:
+        """Make parameters and their gradients private copies, in the user's own memory."""
+        for param in params:
             slab, field = self.plan.place_of[param]
-            nbytes += field.nbytes
-            if slab.gradients is not None and grad_of(param) is not None:
-                nbytes += slab.gradients.fields[param].nbytes
-        return nbytes
-
-    def lend(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Make parameters and their gradients private copies, in the user's own memory; return those that were not."""
-        lent: list[torch.Tensor] = []
-        try:
-            for param in params:
-                if param not in self.plan.place_of or param in self._lent:
-                    continue
-                slab, field = self.plan.place_of[param]
-                [memory] = self.holder.hold([slab.number])
-                values = field.view(memory).to(self.device, copy=True)
-                stored = StoredGradient.of(param)
-                if stored is not None and not stored.is_used:
-                    set_grad(param, self._settled(stored).to(self.device, copy=True))
-                self._lent[param] = stored
-                lent.append(param)
-                param.__class__ = nn.Parameter
-                param.data = values
-        except BaseException:
-            self.take_back(lent)
-            raise
-        return lent
+            [memory] = self.holder.hold([slab.number])
+            values = field.view(memory).to(self.device, copy=True)
+            stored = StoredGradient.of(param)
+            if stored is not None and not stored.is_used:
+                set_grad(param, self._settled(stored).to(self.device, copy=True))
+            self.lent[param] = stored
+            param.__class__ = nn.Parameter
+            param.data = values
 
     @torch.no_grad()
-    def take_back(self, params: Sequence[torch.Tensor]) -> None:
+    def take_back(self, params: Iterable[torch.Tensor]) -> None:
         """End the loan of parameters; keep what the user has changed.
 
         Raises
         ------
-        ValueError, RuntimeError
+        ValueError, TypeError, RuntimeError
             A change cannot be kept; the others are.
         StorageError
             A slab cannot be read. Its parameters stay private copies, until the next call.
         """
-        refused: Exception | None = None
+        refused: list[Exception] = []
         for param in params:
             slab, field = self.plan.place_of[param]
-            data = param.data
-            if (data.shape, data.dtype) != (torch.Size(field.shape), field.dtype):
-                refused = refused or ValueError(
-                    f"{self.plan.names[param]}: its data must be {field.dtype} of shape {tuple(field.shape)} (got "
-                    f"{data.dtype} of shape {tuple(data.shape)})"
+            data, shape = param.data.resolve_conj().resolve_neg(), torch.Size(field.shape)
+            [memory] = self.holder.hold([slab.number], change=True)
+            view = field.view(memory)
+            if (data.shape, data.dtype) != (shape, field.dtype):
+                refused.append(
+                    ValueError(
+                        f"{self.plan.names[param]}: its data must be {field.dtype} of shape {tuple(shape)} (got "
+                        f"{data.dtype} of shape {tuple(data.shape)})"
+                    )
                 )
-            else:
-                [memory] = self.holder.hold([slab.number], change=True)
-                view = field.view(memory)
-                data = data.resolve_conj().resolve_neg().to(view.device)
-                if not same_bits(data, view):
-                    if slab.source is not None:
-                        refused = refused or self._in_files(slab)
-                    else:
-                        view.copy_(data)
-                        slab.dirty = True
-            try:
-                self._take_gradient_back(param)
-            except (TypeError, RuntimeError) as error:
-                set_grad(param, self._lent[param])
-                refused = refused or error
-            del self._lent[param]
+            elif not same_bits(data.to(view.device), view):
+                if slab.source is None:
+                    view.copy_(data)
+                    slab.dirty = True
+                else:
+                    refused.append(self._in_files(slab))
+            stored, grad = self.lent[param], grad_of(param)
+            if stored is not None and grad is not None and not stored.is_used:
+                try:
+                    # With the same values this only restores the stand-in.
+                    self._store(param, grad, stored)
+                except (TypeError, RuntimeError) as error:
+                    set_grad(param, stored)
+                    refused.append(error)
+            del self.lent[param]
             self.put_away(param)
-        if refused is not None:
-            raise refused
-
-    def _take_gradient_back(self, param: torch.Tensor) -> None:
-        grad, stored = grad_of(param), self._lent[param]
-        if grad is None or grad is stored or self.plan.place_of[param][0].gradients is None:
-            return
-        if stored is None or stored.is_used:
-            return  # the user has set it: it stays in the user's memory
-        view = self._settled(stored)
-        if grad.dtype == view.dtype and same_bits(grad.to(view.device), view):
-            set_grad(param, stored)
-        else:
-            self._store(param, grad, stored)
+        if refused:
+            raise refused[0]
 
     # State dicts
 
@@ -837,7 +723,7 @@ class ParameterSwapper:
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values: large ones mapped from the store as a snapshot, small ones as a copy."""
         slab, field = self.plan.place_of[param]
-        with self._access(False):
+        with self.access(False):
             if slab.source is None and field.nbytes >= PACKED_NBYTES:
                 self.holder.flush()
                 mapped = slab.store.map([(slab.name, field.offset, field.nbytes)])
@@ -846,37 +732,17 @@ class ParameterSwapper:
             [memory] = self.holder.hold([slab.number])
             return field.view(memory).clone()
 
-    # load_state_dict() assigns to the parameters of one module at a time, between these two hooks.
-
-    def _before_load(
-        self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
-    ) -> None:
-        # Check the parameters of the modules below, too. torch loads these modules between the two hooks of this one.
-        slab_of = {
-            name: self.plan.place_of[param][0]
-            for name, param in module.named_parameters(remove_duplicate=False)
-            if param in self.plan.place_of and prefix + name in state
-        }
-        if slab_of and (metadata or {}).get("assign_to_params_buffers"):
-            raise RuntimeError(
-                "load_state_dict: assign=True would put the parameters into memory; leave it out"
-            )
-        for name, slab in slab_of.items():
-            if slab.source is not None:
-                owner = (prefix + name).rpartition(".")[0] or "the model"
-                raise RuntimeError(
-                    f"load_state_dict: the frozen parameters of {owner} are read from files= in each pass and cannot "
-                    "be replaced"
-                )
-        with self._access(True):
-            if module in self._loading:  # a load that has raised in the middle
-                self._clean()
-            params = [param for name, param in module._parameters.items() if name in slab_of]
-            self._loading[module] = self.lend([param for param in params if param is not None])
-
-    def _after_load(self, module: nn.Module, _: Any) -> None:
-        with self._access(True):
-            self.take_back(self._loading.pop(module, []))
+    def set_values(self, param: torch.Tensor, values: torch.Tensor) -> None:
+        """Set the values of an absent parameter, as ``load_state_dict()`` does."""
+        slab, field = self.plan.place_of[param]
+        with self.access(True):
+            [memory] = self.holder.hold([slab.number], change=True)
+            view = field.view(memory)
+            if slab.source is None:
+                view.copy_(values)
+                self.note_written(param)
+            elif not same_bits(torch.empty_like(view).copy_(values), view):
+                raise self._in_files(slab)
 
 
 class AbsentParameter(Absent, nn.Parameter):
@@ -898,6 +764,19 @@ class AbsentParameter(Absent, nn.Parameter):
             "module's forward() uses parameters of modules below it, pass that module to offload_training() in blocks="
         )
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Set values, perform operations that do not need values, and raise for all others."""
+        if func is torch.Tensor.copy_ and not torch.is_grad_enabled():
+            param, values, *_ = args
+            there = cls.swapper()
+            if isinstance(param, AbsentParameter) and there is not None:
+                there.set_values(param, values)
+                return param
+        return super().__torch_function__(func, types, args, kwargs)
+
     def stride(self, dim: int | None = None) -> Any:
         """Return the strides that the parameter has when it has values."""
         there = self.swapper()
@@ -913,10 +792,6 @@ class AbsentParameter(Absent, nn.Parameter):
         return f"<a parameter on a drive: {list(self.shape)}, {self.dtype}>"
 
 
-def _absent_class(swapper: ParameterSwapper) -> type[AbsentParameter]:
-    return type("AbsentParameter", (AbsentParameter,), {"swapper": weakref.ref(swapper)})
-
-
 def _node() -> Any:
     """Return the autograd node that runs in this thread, or None."""
     return torch._C._current_autograd_node()
@@ -929,11 +804,10 @@ def _refuse_second_order(*_: Any) -> None:
         raise RuntimeError(_SECOND_ORDER)
 
 
-def _backward_ended(of_swapper: weakref.ref[ParameterSwapper], graph: int) -> None:
-    swapper = of_swapper()
-    if swapper is not None and swapper._graph == graph:
-        swapper._end_second_run()
-        swapper._graph = None
+def _backward_ended(swapper: weakref.ref[ParameterSwapper]) -> None:
+    there = swapper()
+    if there is not None:
+        there.end_backward()
 
 
 def _unscaled(values: torch.Tensor, scale: torch.Tensor) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tensorferry.offload.optimizer import Commit
     from tensorferry.offload.plan import Bucket
     from tensorferry.offload.saved import Saved
+    from tensorferry.offload.slabs import Slab
     from tensorferry.offload.sweep import Sweep
     from tensorferry.safetensors.sources import Source
 
@@ -95,17 +96,17 @@ class TrainingOptimizer(OffloadedOptimizer):
     # Steps
 
     def _begun_step(self) -> Sweep | None:
+        self._check_not_lent()
         if self._sweep is None:
-            with self._in_order():
-                self._swapper.check_gradients()
+            self._swapper.check_gradients()
         return super()._begun_step()
 
     def _go_on(self, sweep: Sweep) -> None:
+        self._check_not_lent()
         buckets = self._usable().buckets
-        with self._in_order():
-            self._swapper.begin_step(
-                [unit.param for unit in buckets[index].units] for index in sweep.order[sweep.done :]
-            )
+        self._swapper.begin_step(
+            [unit.param for unit in buckets[index].units] for index in sweep.order[sweep.done :]
+        )
         super()._go_on(sweep)
         if sweep.is_step:
             self._swapper.end_step()
@@ -131,23 +132,28 @@ class TrainingOptimizer(OffloadedOptimizer):
         RuntimeError
             The model is running.
         """
-        params = list(module.parameters())
         swapper = self._swapper
-        with self._opened(defers=True):
-            swapper.check_idle()
-            needed = swapper.nbytes_of_copies(params)
+        with self._access(True):
+            if swapper.is_running:
+                raise RuntimeError(
+                    "in_memory(): the model is running; a module's hooks can use its parameters directly"
+                )
+            params = (swapper.plan.place_of.keys() & set(module.parameters())) - swapper.lent.keys()
+            needed = 2 * sum(param.nbytes for param in {*params, *swapper.lent})
             if needed > self._all_nbytes:
                 raise MemoryBudgetError(
-                    f"memory_budget: the parameters and gradients of this {type(module).__name__} have {needed} bytes, "
-                    f"more than the budget of {self._all_nbytes} bytes; use in_memory() for its parts, one at a time",
+                    f"memory_budget: copies of the parameters and gradients of this {type(module).__name__} need "
+                    f"{needed} bytes, more than the budget of {self._all_nbytes} bytes; use in_memory() for its parts, "
+                    "one at a time",
                     needed,
                 )
-            lent = swapper.lend(params)
         try:
+            with self._access(True):
+                swapper.lend(params)
             yield
         finally:
-            with self._opened(defers=True):
-                swapper.take_back(lent)
+            with self._access(True):
+                swapper.take_back(params & swapper.lent.keys())
 
     def stats(self) -> dict[str, Any]:
         """Return what steps have cost so far: as :meth:`OffloadedOptimizer.stats`, including parameters and gradients.
@@ -179,26 +185,42 @@ class TrainingOptimizer(OffloadedOptimizer):
     # Checkpoints and commits, which include the model
 
     def _store_state(self) -> None:
+        self._check_not_lent()
         super()._store_state()
-        with self._in_order(), self._interrupts.deferred(), self._storing():
+        with self._guarded(), self._storing():
             self._swapper.holder.flush()
             written = io.BytesIO()
-            plan = self._swapper.plan
-            frozen = {
-                plan.names[param]: (slab.name, field.offset, tuple(field.shape), field.dtype)
-                for param, (slab, field) in plan.place_of.items()
-                if slab.gradients is None and slab.source is None
-            }
-            buffers = {
-                name: buffer.detach()
-                for name, buffer in plan.model.named_buffers()
-                if not buffer.is_meta
-            }
-            torch.save({"frozen": frozen, "buffers": buffers}, written)
+            torch.save(
+                {
+                    "forms": self._forms(),
+                    "frozen": {
+                        name: (slab.name, at) for name, (slab, at) in self._frozen().items()
+                    },
+                    "buffers": dict(self._swapper.plan.model.named_buffers()),
+                },
+                written,
+            )
             if written.getvalue() != self._model_bytes:
                 self._model_bytes = written.getvalue()
                 memory = torch.frombuffer(bytearray(self._model_bytes), dtype=torch.uint8)
                 self._store.write(_MODEL, memory).result()
+
+    def _frozen(self) -> dict[str, tuple[Slab, int]]:
+        """Return the places of parameters that the optimizer does not have, and that are not in the user's files."""
+        plan = self._swapper.plan
+        return {
+            plan.names[param]: (slab, field.offset)
+            for param, (slab, field) in plan.place_of.items()
+            if slab.gradients is None and slab.source is None
+        }
+
+    def _forms(self) -> dict[str, Any]:
+        """Return the shapes and dtypes of frozen parameters and buffers."""
+        model = self._swapper.plan.model
+        frozen = self._frozen()
+        tensors = {name: each for name, each in model.named_parameters() if name in frozen}
+        tensors |= dict(model.named_buffers())
+        return {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
 
     def _store_params(self) -> None:
         """Do nothing: parameters are in the store at all times."""
@@ -209,45 +231,25 @@ class TrainingOptimizer(OffloadedOptimizer):
         return [("", 0) if place is None else (place[0].name, place[1].offset) for place in places]
 
     def _load(self, saved: Saved, *, with_params: bool) -> int:
-        record = self._model_of(saved)
+        written = io.BytesIO(saved.tensor(_MODEL).numpy().tobytes())
+        record: dict[str, Any] = torch.load(written, weights_only=True)
+        there, here = record["forms"], self._forms()
+        if there != here:
+            names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+            raise ValueError(
+                f"model: {told(names)}: a frozen parameter or buffer is not the same in the commit and here: it is "
+                "missing, has another shape or dtype, or is read from files="
+            )
         steps = super()._load(saved, with_params=with_params)
         plan = self._swapper.plan
-        buffers = dict(plan.model.named_buffers())
         with self._guarded(), torch.no_grad():
-            for name, value in record["buffers"].items():
-                buffers[name].copy_(value)
-            params = {name: param for param, name in plan.names.items()}
+            for name, buffer in plan.model.named_buffers():
+                buffer.copy_(record["buffers"][name])
+            param_of = {name: param for param, name in plan.names.items()}
             self._fill_params(
-                saved,
-                {params[name]: (slab, at) for name, (slab, at, *_) in record["frozen"].items()},
+                saved, {param_of[name]: place for name, place in record["frozen"].items()}
             )
         return steps
-
-    def _model_of(self, saved: Saved) -> dict[str, Any]:
-        """Return the record of the model in a commit; raise ValueError if the model here is another one."""
-        record: dict[str, Any] = torch.load(
-            io.BytesIO(saved.tensor(_MODEL).numpy().tobytes()), weights_only=True
-        )
-        plan = self._swapper.plan
-        here: dict[str, Any] = {
-            plan.names[param]: (tuple(field.shape), field.dtype)
-            for param, (slab, field) in plan.place_of.items()
-            if slab.gradients is None and slab.source is None
-        }
-        here |= {
-            name: (tuple(buffer.shape), buffer.dtype) for name, buffer in plan.model.named_buffers()
-        }
-        there = {name: (shape, dtype) for name, (_, _, shape, dtype) in record["frozen"].items()}
-        there |= {
-            name: (tuple(value.shape), value.dtype) for name, value in record["buffers"].items()
-        }
-        differing = [name for name, form in there.items() if here.get(name) != form]
-        if differing:
-            raise ValueError(
-                f"model: {told(differing)}: a frozen parameter or buffer in the commit is not in this model, has "
-                "another shape or dtype here, or is read from files= here"
-            )
-        return record
 
     def _load_params(self, saved: Saved, params: Sequence[torch.Tensor]) -> None:
         place_of = self._swapper.plan.place_of
@@ -277,7 +279,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         if self.is_parents or self._held is None:
             return
         with self._locked():
-            self._swapper.uninstall()
+            self._swapper.uninstall(give_back=False)
             self._swapper.close()
         super().close()
 
@@ -301,12 +303,11 @@ class TrainingOptimizer(OffloadedOptimizer):
             guard=self._interrupts.deferred,
         )
         swapper.holder.interrupted = self._interrupts.was_repeated
-        swapper.move(values.of, self._guarded)
+        swapper.access = self._access
         try:
-            swapper.install(self._opened)
+            swapper.install(values.of)
         except BaseException:
-            swapper.uninstall()
-            swapper.give_back(plan.slabs)
+            swapper.uninstall(give_back=True)
             raise
 
     def _check_budget(self, buckets: Sequence[Bucket]) -> None:
@@ -333,20 +334,18 @@ class TrainingOptimizer(OffloadedOptimizer):
         return False
 
     @contextlib.contextmanager
-    def _opened(self, defers: bool = False) -> Iterator[None]:
+    def _access(self, defers: bool) -> Iterator[None]:
         """Hold the lock while slabs are used, and with ``defers`` defer signals; raise if the training is closed."""
         with self._locked():
-            if self._held is None:
-                raise ValueError("the training is closed: its parameters no longer exist")
+            self._usable(loading=True)
             with self._interrupts.deferred() if defers else contextlib.nullcontext():
                 yield
 
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Hold the lock, and raise within a block of in_memory(), whose copies would miss what is done here."""
-        with self._locked():
-            self._swapper.check_not_lent()
-            yield
+    def _check_not_lent(self) -> None:
+        if self._swapper.lent:
+            raise RuntimeError(
+                "this is impossible within a block of in_memory(), where parameters are copies: end the block first"
+            )
 
 
 def offload_training(
