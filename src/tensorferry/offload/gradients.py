@@ -19,7 +19,7 @@ from tensorferry.offload.absent import AbsentWrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tensorferry.offload.training import ParameterSwapper
+    from tensorferry.offload.training import TrainingSwapper
 
 # In-place operations whose result for one gradient depends on that gradient and numbers only, by the names of torch's
 # functions, which are those for one tensor or (_foreach_) for several.
@@ -46,17 +46,17 @@ class StoredGradient(AbsentWrapper):
         Whether the gradient belongs to a step that is complete. Its values no longer exist then.
     """
 
-    _swapper: weakref.ref[ParameterSwapper]
+    _swapper: weakref.ref[TrainingSwapper]
     param: torch.Tensor
     is_used: bool
     _pending: list[Callable[[torch.Tensor], object]]
     _norms: dict[float, torch.Tensor]
 
     @classmethod
-    def for_param(cls, swapper: ParameterSwapper, param: torch.Tensor) -> StoredGradient:
+    def for_param(cls, swapper: TrainingSwapper, param: torch.Tensor) -> StoredGradient:
         """Return a new stand-in for a parameter's gradient."""
         found: StoredGradient = cls.made(
-            tuple(param.shape), _dtype_of(param), swapper.device, tuple(param.stride())
+            tuple(param.shape), gradient_dtype(param), swapper.device, tuple(param.stride())
         )
         found._swapper, found.param, found.is_used = weakref.ref(swapper), param, False
         found._pending, found._norms = [], {}
@@ -149,7 +149,8 @@ class StoredGradient(AbsentWrapper):
         return f"<a gradient on a drive: {list(self.shape)}, {self.dtype}>"
 
 
-def _dtype_of(param: torch.Tensor) -> torch.dtype:
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: from torch 2.10 on it may differ from the parameter's."""
     found: torch.dtype | None = getattr(param, "grad_dtype", None)
     return found or param.dtype
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from tensorferry.offload.holder import Together
 from tensorferry.offload.matching import match, told
-from tensorferry.offload.weights import put_fixed, read_matched
+from tensorferry.offload.plan import dense_stride
+from tensorferry.offload.slabs import Files
+from tensorferry.offload.weights import put, read_matched
 from tensorferry.safetensors.sources import stored_tensors
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable
-
     from tensorferry.offload.matching import Matched
-    from tensorferry.offload.plan import Field
-    from tensorferry.offload.slabs import Plan, Slab
+    from tensorferry.offload.slabs import TrainingPlan
     from tensorferry.safetensors.sources import Source
-    from tensorferry.transfer.files import File
 
 # The file that marks a directory as a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
@@ -36,8 +29,8 @@ class InitialValues:
 
     Parameters
     ----------
-    plan : Plan
-        The slabs of the model. Those of frozen parameters that the files have in the same form get their ``source``.
+    plan : TrainingPlan
+        The parameters. They get their places: frozen ones that the files have in the same form stay there.
     files : path or sequence of paths, optional
         Safetensors files, or a directory with a checkpoint of ``torch.distributed.checkpoint``.
 
@@ -47,11 +40,11 @@ class InitialValues:
         A parameter has no values, or the files do not have the model.
     """
 
-    def __init__(self, plan: Plan, files: Source | None) -> None:
+    def __init__(self, plan: TrainingPlan, files: Source | None) -> None:
         self._plan = plan
         self._found: dict[torch.Tensor, Matched] = {}
         self._buffers: list[Matched] = []
-        self._files: dict[str, File] = {}
+        self.files = Files()
         self._reader: Any = None  # of a checkpoint
         self._names: dict[torch.Tensor, str] = {}  # of the parameters in the checkpoint
         folder = os.fsdecode(files) if isinstance(files, (str, bytes, os.PathLike)) else None
@@ -68,6 +61,12 @@ class InitialValues:
             raise ValueError(
                 f"model: {told(missing)}: on the meta device, and not in files=, so these have no values"
             )
+        in_files = {
+            param: one
+            for param, one in self._found.items()
+            if not plan.learns(param) and self._lies_alike(param, one)
+        }
+        plan.divide(in_files, self.files)
 
     def _match(self, files: Source) -> None:
         for one in match(self._plan.model, stored_tensors(files), in_training=True).found:
@@ -75,34 +74,11 @@ class InitialValues:
                 self._buffers.append(one)
             elif isinstance(one.original, torch.Tensor):
                 self._found[one.original] = one
-        for slab in self._plan.slabs:
-            if slab.gradients is None and all(
-                itertools.starmap(self._lies_alike, slab.fields.items())
-            ):
-                slab.source = functools.partial(self._read, slab)
-                slab.stored = True
 
-    def _lies_alike(self, param: torch.Tensor, field: Field) -> bool:
-        """Return whether a parameter's bytes in the files can be read into its slab as they are.
-
-        For this, the files must have the parameter with the same dtype, and its layout in the slab must be contiguous.
-        """
-        one = self._found.get(param)
-        contiguous = torch.empty(field.shape, device="meta").stride()
-        return one is not None and one.dtype == field.dtype and contiguous == field.stride
-
-    def _read(self, slab: Slab, memory: torch.Tensor) -> Any:
-        """Begin to read frozen parameters from their files."""
-        futures = []
-        for param, field in slab.fields.items():
-            for part in self._found[param].parts:
-                path = part.stored.path
-                if path not in self._files:
-                    self._files[path] = part.stored.open()
-                begin = field.offset + part.at
-                place = memory[begin : begin + part.end - part.begin]
-                futures.append(self._files[path].read_into(place, part.begin))
-        return Together(futures)
+    def _lies_alike(self, param: torch.Tensor, one: Matched) -> bool:
+        """Return whether a parameter's bytes in the files are those that it has in memory."""
+        contiguous = torch.empty(param.shape, device="meta").stride()
+        return one.dtype == param.dtype and contiguous == dense_stride(param)
 
     def _open_checkpoint(self, path: str) -> None:
         # Imported lazily, because only checkpoints need it.
@@ -121,19 +97,6 @@ class InitialValues:
             if tuple(getattr(there[name], "size", ())) != tuple(param.shape):
                 raise ValueError(f"files: {name} does not have the shape {list(param.shape)} there")
 
-    def take_from_meta(
-        self, put_away: Callable[[torch.Tensor], None], undo: contextlib.ExitStack
-    ) -> None:
-        """Replace parameters on the meta device by absent ones; ``undo`` swaps them back."""
-        swap: Any = torch.utils.swap_tensors
-        for param in self._plan.names:
-            if param.is_meta:
-                empty = torch.empty(0, dtype=param.dtype, device="cpu")
-                other = nn.Parameter(empty, requires_grad=param.requires_grad)
-                swap(param, other)
-                undo.callback(swap, param, other)
-                put_away(param)
-
     def of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return a parameter's values from the files, or None if the files do not have them."""
         name, one = self._names.get(param), self._found.get(param)
@@ -151,11 +114,6 @@ class InitialValues:
             is_meta = one.original.is_meta
             value = read_matched(one, torch.device("cpu") if is_meta else one.original.device)
             if is_meta:
-                put_fixed(one, value)
+                put(one, value)
             else:
                 one.original.copy_(value)
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()

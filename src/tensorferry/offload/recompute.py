@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tensorferry.offload.slabs import ModuleUse
-    from tensorferry.offload.training import ParameterSwapper
+    from tensorferry.offload.training import TrainingSwapper
 
 # Arguments of these types cannot change.
 _CONSTANT = (
@@ -44,7 +44,7 @@ class BlockCall:
 
     def __init__(
         self,
-        swapper: ParameterSwapper,
+        swapper: TrainingSwapper,
         use: ModuleUse,
         forward: Callable[..., Any],
         arguments: tuple[Any, Any],
@@ -104,7 +104,7 @@ class BlockCall:
         try:
             for (holder, key), copy in zip(self._places, _copies(self._copies), strict=False):
                 holder[key] = copy
-            with self._swapper.present(self._use, again=True):
+            with self._swapper.present_again(self._use):
                 return run()
         finally:
             for (holder, key), tensor in zip(self._places, now, strict=True):

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 # A read request costs a drive a fixed time, in which it could transfer about this many bytes.
 _SMALL_NBYTES = 256 << 10
@@ -28,20 +28,20 @@ _MAX_STEPS = 1 << 17
 
 
 def kept(
-    steps: Sequence[Sequence[int]],
+    steps: Sequence[int],
     together: Sequence[Sequence[int]],
-    nbytes: Mapping[int, int],
+    nbytes: Sequence[int],
     budget_nbytes: int,
 ) -> frozenset[int]:
     """Choose the items that stay in memory.
 
     Parameters
     ----------
-    steps : sequence of sequences of int
-        The items that each step of a pass uses.
+    steps : sequence of int
+        The items that a pass uses, in this order.
     together : sequence of sequences of int
         Items that must be in memory at the same time.
-    nbytes : mapping of int to int
+    nbytes : sequence of int
         The memory of each item.
     budget_nbytes : int
         Memory for all items, at least as much as the largest of ``together``.
@@ -51,7 +51,7 @@ def kept(
     frozenset of int
         The chosen items. The rest of the budget is the window for the others.
     """
-    uses = Counter(item for step in steps for item in set(step))
+    uses = Counter(steps)
     if sum(nbytes[item] for item in uses) <= budget_nbytes:
         return frozenset(uses)
 

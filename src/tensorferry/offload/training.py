@@ -1,11 +1,8 @@
 """A model in training with its parameters and gradients on drives.
 
-Parameters and gradients are in slabs (``slabs.py``), of which some are in memory (``holder.py``). The parameters are
-always the user's own objects. While a parameter's module does not run, the parameter is *absent*: it has a class that
-refuses every operation that needs values (``absent.py``), and a single NaN in place of its values. A parameter has its
-values, as a view of its slab, while its module runs (:meth:`ParameterSwapper.present`) and while the optimizer steps it
-(:meth:`ParameterSwapper.bring`). Within a block of ``in_memory()`` it is a private copy (:meth:`ParameterSwapper.lend`).
-A *step of the training* consists of forward and backward passes followed by the optimizer's ``step()``.
+Parameters have values while their modules run (``swapper.py``), while the optimizer steps them
+(:meth:`TrainingSwapper.bring`), and, as private copies, in a block of ``in_memory()`` (:meth:`TrainingSwapper.lend`). A
+*step of the training* consists of forward and backward passes followed by the optimizer's ``step()``.
 
 In place of a parameter, autograd saves a reference to its slab, from which the backward pass gets the values again. A
 block runs again in the backward pass (``recompute.py``). Gradients are accumulated by autograd itself: a hook gives it
@@ -17,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
-import threading
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,27 +21,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from tensorferry.offload.absent import Absent, Around, recorded, tensors_in
+from tensorferry.offload.absent import recorded, tensors_in
 from tensorferry.offload.equality import same_bits
 from tensorferry.offload.gradients import StoredGradient, grad_of, set_grad, stored_gradients
 from tensorferry.offload.holder import is_shared
-from tensorferry.offload.matching import told
 from tensorferry.offload.plan import PACKED_NBYTES
 from tensorferry.offload.recompute import STEPPED, BlockCall
 from tensorferry.offload.scan import Order
-from tensorferry.offload.slabs import version_of
+from tensorferry.offload.slabs import FileSlab, StoreSlab, version_of
+from tensorferry.offload.swapper import AbsentParameter, Swapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.offload.holder import Holder
-    from tensorferry.offload.slabs import GradientSlab, ModuleUse, Plan, Slab
+    from tensorferry.offload.slabs import GradientSlab, ModuleUse, Slab, TrainingPlan
 
 _REMEDY = (
     "the parameters of this model are on drives; to read or write those of a module, use `with "
     "optimizer.in_memory(module):`"
 )
-_REFUSED_COPY = f"the model cannot be saved or copied as a whole: {_REMEDY}"
 _SECOND_ORDER = "gradients of gradients (create_graph=True) are impossible: they need parameters that have left memory"
 _INCOMPLETE = (
     "a backward pass has failed or is still running, and gradients are incomplete: call optimizer.zero_grad() and "
@@ -70,12 +63,34 @@ class _Saved(NamedTuple):
     version: int  # of the parameter when autograd saved it
 
 
-class ParameterSwapper:
+class TrainingParameter(AbsentParameter):
+    """A parameter of a training while it has no values: the user's own object, with this class."""
+
+    harmless = frozenset(
+        ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad")
+    )
+    settable = frozenset(("grad", "grad_dtype", "requires_grad"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Set values, perform operations that do not need values, and raise for all others."""
+        if func is torch.Tensor.copy_ and not torch.is_grad_enabled():
+            param, values, *_ = args
+            there: Any = cls.swapper()
+            if isinstance(param, TrainingParameter) and there is not None:
+                there.set_values(param, values)
+                return param
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class TrainingSwapper(Swapper):
     """Brings parameters into memory where they are used, and moves gradients to drives, during a training.
 
     Parameters
     ----------
-    plan : Plan
+    plan : TrainingPlan
         The slabs of the model, and the modules that use them.
     device : torch.device
         Where the model computes.
@@ -83,20 +98,26 @@ class ParameterSwapper:
         Whether blocks run again in the backward pass.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, *, checkpoint_activations: bool) -> None:
-        self.plan, self.device = plan, device
-        self.holder: Holder
+    absent = TrainingParameter
+    refusal = (
+        f"is on a drive, and {{}} needs its values: {_REMEDY}. If a module's forward() uses parameters of modules below "
+        "it, pass that module to offload_training() in blocks="
+    )
+    refused_copy = f"the model cannot be saved or copied as a whole: {_REMEDY}"
+
+    plan: TrainingPlan
+
+    def __init__(
+        self, plan: TrainingPlan, device: torch.device, *, checkpoint_activations: bool
+    ) -> None:
+        super().__init__(plan, device)
         #: Returns a context manager for work with slabs; with True, signals are deferred meanwhile.
-        self.access: Callable[[bool], contextlib.AbstractContextManager[Any]]
+        self.accessing: Callable[[bool], contextlib.AbstractContextManager[Any]]
         self._checkpoints = checkpoint_activations
-        self._hooks: list[Any] = []
-        self._running: list[ModuleUse] = []  # the innermost last
         # A block that has its parameters after its second run.
         self._second_run: ModuleUse | None = None
-        self._is_in_forward = False  # whether a forward pass of the whole model is running
         self._is_open = False  # whether a step of the training has begun
         self._steps = 0  # complete steps of the training
-        self._thread: int | None = None  # the thread that ran the model last
         self._graph: int | None = None  # autograd's id of the backward pass that is not complete
         # The accumulators of gradients: autograd has no other references to them, and they have our hooks.
         self._accumulators: dict[torch.Tensor, Any] = {}
@@ -110,120 +131,94 @@ class ParameterSwapper:
         self.lent: dict[torch.Tensor, StoredGradient | None] = {}
         self._freed_nbytes = 0  # since free memory was returned to the system
         self._norm_type: float | None = None  # of the norms that are computed when gradients arrive
-        self._slab_at: dict[int, Slab] = {}  # slabs whose parameters have values, by address
-        self._nans: dict[torch.dtype, torch.Tensor] = {}
-        self._absent = type("AbsentParameter", (AbsentParameter,), {"swapper": weakref.ref(self)})
         # The orders in which slabs are used: in passes without gradients, and in even and odd steps, because the
         # optimizer steps the buckets in alternating direction.
         self._orders: dict[str, Order] = {}
 
+    def access(self, *, defers: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager for work with slabs; with ``defers``, signals are deferred meanwhile."""
+        return self.accessing(defers)
+
     # Values of parameters
 
-    def install(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Move all parameters into slabs, and install the hooks that bring them to modules.
+    def move(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Move all parameters into slabs, and install what brings them to modules.
 
         ``values`` returns the values of a parameter, or None if the parameter itself has them.
         """
         for slab in self.plan.slabs:
-            if slab.source is None:
-                [memory] = self.holder.hold([slab.number], change=True)
+            if isinstance(slab, StoreSlab):
+                [memory] = self.holder.hold([slab], change=True)
                 for param, field in slab.fields.items():
                     value = values(param)
                     field.view(memory).copy_(param.detach() if value is None else value)
                 del memory, value
                 slab.dirty = True
                 self._note_freed(slab.nbytes)
-            with self.access(True):
+            with self.access(defers=True):
                 for param in slab.fields:
                     self.put_away(param)
         for param, (slab, _) in self.plan.place_of.items():
             if slab.gradients is not None:
                 self._watch(param)
-        for use in self.plan.uses:
-            if use.is_block and self._checkpoints:
-                self._around(use.module, "forward", functools.partial(self._run_block, use))
-            elif use.module is not self.plan.model:
-                # With the module's own hooks, which may use its parameters.
-                self._around(use.module, "_call_impl", functools.partial(self._run_module, use))
-        self._around(self.plan.model, "forward", self._run)
+        self.install()
         for module in self.plan.model.modules():
-            fill = functools.partial(self._fill_state_dict)
-            self._hooks.append(module.register_state_dict_post_hook(fill))
+            fill: Any = functools.partial(self._fill_state_dict)
+            of_module: Any = module
+            self._hooks.append(of_module.register_state_dict_post_hook(fill))
 
-    def _around(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
-        self._hooks.append(Around(module, name, run, _REFUSED_COPY))
+    def install_around(self, use: ModuleUse) -> None:
+        """Install what gives a module's parameters their values."""
+        if use.is_block and self._checkpoints:
+            self.around(use.module, "forward", functools.partial(self._run_block, use))
+        else:
+            super().install_around(use)
 
-    def uninstall(self, *, give_back: bool) -> None:
-        """Remove all hooks; give parameters their values back, or leave them without values."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for param, (slab, field) in self.plan.place_of.items() if give_back else ():
-            if isinstance(param, self._absent):
-                [memory] = self.holder.hold([slab.number])
+    def give_back(self) -> None:
+        """Give all parameters ordinary memory with their values."""
+        self.uninstall()
+        for param, (slab, field) in self.plan.place_of.items():
+            if isinstance(param, self.absent):
+                [memory] = self.holder.hold([slab])
                 param.__class__ = nn.Parameter
                 param.data = field.view(memory).clone()
 
     def close(self) -> None:
-        """Release the memory, and the space of gradients on drives."""
-        self.holder.close()
-        for slab in self.plan.gradients:
-            slab.store.close()
+        """Release the memory, and the space of gradients on drives; parameters stay without values."""
+        self.uninstall()
+        self.holder.settle()
+        for slab in self.plan.slabs:
+            slab.place = None
+            if slab.gradients is not None:
+                slab.gradients.place = None
+                slab.gradients.store.close()
+        del self.holder
 
-    def put_away(self, param: torch.Tensor) -> None:
-        """Make a parameter absent."""
-        param.__class__ = nn.Parameter
-        # Take dtype and shape from the plan: a user may have assigned data with others.
-        _, field = self.plan.place_of[param]
-        nan = self._nans.get(field.dtype)
-        if nan is None:
-            nan = torch.full((), math.nan, dtype=field.dtype, device=self.device)
-            torch._C._set_throw_on_mutable_data_ptr(nan)
-            self._nans[field.dtype] = nan
-        param.data = nan.expand(field.shape)
-        param.__class__ = self._absent
+    def taken(self, slab: Slab, memory: torch.Tensor, *, has_changed: bool) -> None:
+        """Keep the changes of parameters that had their values in ``memory``.
 
-    def _give(self, slabs: Iterable[Slab], *, change: bool = False) -> None:
-        """Bring slabs into memory, and give their parameters their values."""
-        slabs = [slab for slab in slabs if not slab.is_given]
-        memories = self.holder.hold([slab.number for slab in slabs], change=change)
-        for slab, memory in zip(slabs, memories, strict=True):
-            slab.lent = self._on_device(memory)
-            slab.versions, slab.is_given = slab.versions_now(), True
-            self._slab_at[slab.lent.data_ptr()] = slab
-            for param, field in slab.fields.items():
-                param.__class__ = nn.Parameter
-                param.data = field.view(slab.lent)
-
-    def _take(self, slab: Slab) -> None:
-        """Make a slab's parameters absent."""
-        memory, slab.lent, slab.is_given = slab.lent, None, False
-        assert memory is not None
-        self._slab_at.pop(memory.data_ptr(), None)
-        has_changed = slab.versions != slab.versions_now()
-        for param in slab.fields:
-            self.put_away(param)
-        if has_changed:  # by the optimizer, or by forward(): nn.Embedding with max_norm writes into its parameter
-            if slab.source is not None:
-                raise self._in_files(slab)
-            slab.dirty = True
-            if self._computes_elsewhere():
-                [there] = self.holder.hold([slab.number], change=True)
-                there.copy_(memory)
+        The optimizer makes such changes, or forward(): nn.Embedding with max_norm writes into its parameter.
+        """
+        if has_changed and isinstance(slab, FileSlab):
+            raise self.unchangeable(slab)
+        slab.dirty |= has_changed
         in_backward = self._graph is not None  # then autograd has views
         if self._computes_elsewhere():
+            if has_changed:
+                [there] = self.holder.hold([slab], change=True)
+                there.copy_(memory)
             # Unlike a view of the slab itself, a view of a copy would not follow the parameter.
             if is_shared(memory) and not in_backward:
                 raise RuntimeError(
-                    f"{self._names(slab)}: a module keeps one of these parameters, or a view of it; on a device other "
-                    "than the CPU, make it copy the parameter"
+                    "a module keeps one of its parameters, or a view of it; on a device other than the CPU, make it "
+                    "copy the parameter"
                 )
-            return
-        del memory
-        # Through tensors that are still there the parameter may change later.
-        slab.dirty |= slab.source is None and not in_backward and slab.is_used
+        elif not in_backward and not isinstance(slab, FileSlab):
+            # Through other tensors that are still there the parameter may change later.
+            slab.dirty |= is_shared(memory, but=1)
 
-    def _on_device(self, memory: torch.Tensor) -> torch.Tensor:
+    def on_device(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a slab's memory, or a copy on the device where the model computes."""
         if not self._computes_elsewhere():
             return memory
         return torch.empty_like(memory, device=self.device).copy_(memory, non_blocking=True)
@@ -232,87 +227,65 @@ class ParameterSwapper:
         """Return whether parameters are copied to a device other than the host."""
         return self.device.type != "cpu"
 
-    def _names(self, slab: Slab) -> str:
-        return told([self.plan.names[param] for param in slab.fields])
-
-    def _in_files(self, slab: Slab) -> RuntimeError:
-        return RuntimeError(
-            f"{self._names(slab)}: frozen parameters that are read from files= in each pass cannot be changed"
-        )
-
     @contextlib.contextmanager
-    def present(self, use: ModuleUse, *, again: bool = False) -> Iterator[None]:
-        """Give a module's parameters their values for a ``with`` block.
+    def present_again(self, use: ModuleUse) -> Iterator[None]:
+        """Give a block's parameters their values in its second run, and after it.
 
-        After the second run of a block (``again``) they keep them, because what autograd has saved may be the parameter
-        itself, until the backward pass comes to an earlier module. By then it is over with this block: autograd runs
-        the most recently created nodes of a graph first (torch/csrc/autograd/engine.h, ``ReadyQueue``).
+        What autograd has saved in this run may be the parameter itself. So the parameters keep their values until the
+        backward pass comes to an earlier module. By then it is over with this block: autograd runs the most recently
+        created nodes of a graph first (torch/csrc/autograd/engine.h, ``ReadyQueue``).
         """
-        self._check_thread()
-        self._end_second_run()
-        self._running.append(use)
-        try:
-            with self.access(False):
-                if again:
+        with self.turn():
+            self._running.append(use)
+            try:
+                with self.access():
                     self._note_backward()
-                self._give(use.slabs)
-            yield
-        finally:
-            self._running.pop()
-            if again:
+                    self._end_second_run()
+                    self.give(use.slabs)
+                yield
+            finally:
+                self._running.pop()
                 self._second_run = use
-            else:
-                self._put_away(use)
-
-    def _put_away(self, use: ModuleUse) -> None:
-        needed = {slab for each in self._running for slab in each.slabs}
-        with self.access(False):
-            for slab in use.slabs:
-                if slab.is_given and slab not in needed:
-                    self._take(slab)
-            self.holder.read_ahead()
 
     def _end_second_run(self) -> None:
         use, self._second_run = self._second_run, None
         if use is not None:
-            self._put_away(use)
+            self.release(use)
 
     def clean(self) -> None:
-        """End what Ctrl-C has interrupted."""
-        self._running.clear()
+        """End what an interruption has left."""
         self._second_run = None
-        for slab in self.plan.slabs:
-            if slab.is_given:
-                self._take(slab)
+        super().clean()
         self._stepped = set(), set()
         self._hide_gradients(list(self._exposed))
 
     # Forward
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a forward pass of the model."""
-        self._check_thread()
-        if self._is_in_forward:  # the model calls itself
-            return forward(*args, **kwargs)
-        with self.access(True):
-            self.clean()
-            self._begin(learns=torch.is_grad_enabled())
-        self._is_in_forward = True
-        try:
-            for use in self.plan.uses:
-                if use.module is self.plan.model:
-                    return self._run_module(use, forward, args, kwargs)
-            self._check_run("the model")
-            return forward(*args, **kwargs)
-        finally:
-            self._is_in_forward = False
+    def begin_pass(self) -> None:
+        """Begin a forward pass: set the order in which it is expected to use slabs.
 
-    def _run_module(self, use: ModuleUse, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        If gradients are enabled, the pass belongs to a step of the training: it begins one, or is another micro-batch
+        of it.
+        """
+        with self.access(defers=True):
+            self.clean()
+            learns = torch.is_grad_enabled()
+            kind = ("odd" if self._steps % 2 else "even") if learns else "forward"
+            if kind not in self._orders:
+                expected = self.plan.expected() if learns else range(len(self.plan.slabs))
+                self._orders[kind] = Order(expected)
+            order, begins = self._orders[kind], not (learns and self._is_open)
+            self.holder.expect(order, begin=begins)
+            if kind == "even" and begins and order.changed:
+                self.holder.choose()
+            self._is_open |= learns
+
+    def run_module(self, use: ModuleUse, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module; autograd saves references to its parameters."""
-        self._check_run(use.name)
         saving: Any = contextlib.nullcontext()
         if torch.is_grad_enabled():
             saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self.check_run(use.name, args, kwargs)
         with self.present(use), saving:
             return call(*args, **kwargs)
 
@@ -321,8 +294,8 @@ class ParameterSwapper:
     ) -> Any:
         """Run a block, under activation checkpointing if gradients are enabled."""
         if not torch.is_grad_enabled():
-            return self._run_module(use, forward, args, kwargs)
-        self._check_run(use.name)
+            return self.run_module(use, forward, args, kwargs)
+        self.check_run(use.name, args, kwargs)
         outputs = BlockCall(self, use, forward, (args, kwargs)).run()
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
@@ -330,33 +303,8 @@ class ParameterSwapper:
                 hooked.register_hook(_refuse_second_order)
         return outputs
 
-    def _begin(self, *, learns: bool) -> None:
-        """Begin a forward pass: set the order in which it is expected to use slabs.
-
-        With ``learns`` gradients are enabled, and the pass belongs to a step of the training: it begins one, or is
-        another micro-batch of it.
-        """
-        kind = ("odd" if self._steps % 2 else "even") if learns else "forward"
-        if kind not in self._orders:
-            forward = [slab.number for slab in self.plan.slabs]
-            self._orders[kind] = Order(self.plan.expected() if learns else forward)
-        order, begins = self._orders[kind], not (learns and self._is_open)
-        self.holder.expect(order, begin=begins)
-        if kind == "even" and begins and order.changed:
-            self.holder.choose()
-        self._is_open |= learns
-
-    def _check_thread(self) -> None:
-        """Raise if another thread is running the model."""
-        runs = self._running or self._is_in_forward or self._graph is not None
-        if runs and self._thread != threading.get_ident():
-            raise RuntimeError(
-                "the model is in use in another thread, or a backward pass failed in that thread; only one thread at a "
-                "time can run the model (remedy after a failure: optimizer.zero_grad())"
-            )
-        self._thread = threading.get_ident()
-
-    def _check_run(self, name: str) -> None:
+    def check_run(self, name: str, args: Any, kwargs: Any) -> None:
+        """Raise if a module cannot run now."""
         why = ""
         if recorded():
             why = "it cannot be traced or exported: the recording would use memory that is later reused"
@@ -407,11 +355,11 @@ class ParameterSwapper:
             return tensor
         if saved.version != version_of(saved.param):
             raise RuntimeError(STEPPED)
-        with self.access(False):
+        with self.access():
             self._note_backward()
             self._end_second_run()
-            [memory] = self.holder.hold([saved.slab.number])
-            elements = self._on_device(memory)[saved.offset :]
+            [memory] = self.holder.hold([saved.slab])
+            elements = self.on_device(memory)[saved.offset :]
             elements = elements[: len(elements) // saved.dtype.itemsize * saved.dtype.itemsize]
             return elements.view(saved.dtype).as_strided(saved.shape, saved.stride)
 
@@ -423,7 +371,7 @@ class ParameterSwapper:
         if graph in (-1, self._graph):  # -1: a user reads what autograd has saved
             return
         self.check_gradients()
-        self._graph, self._thread = graph, threading.get_ident()
+        self._graph = graph
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(functools.partial(_backward_ended, weakref.ref(self)))
 
@@ -460,14 +408,14 @@ class ParameterSwapper:
         param.requires_grad_()  # needed to make the accumulator; the parameter may require gradients later
         node: Any = torch.autograd.graph.get_gradient_edge(param).node
         param.requires_grad_(learns)
-        param.__class__ = self._absent
+        param.__class__ = self.absent
         self._accumulators[param] = node
         self._hooks += [node.register_prehook(before), node.register_hook(after)]
 
     @torch.no_grad()
     def _before_gradient(self, param: torch.Tensor) -> None:
         """Give autograd the gradient to which it will add another one."""
-        with self.access(False):
+        with self.access():
             self._note_backward()
             stored = StoredGradient.of(param)
             if stored is not None:
@@ -483,7 +431,7 @@ class ParameterSwapper:
         if (
             param in self._exposed and grad is not None
         ):  # else it is the user's, or a user's hook has taken it
-            with self.access(False):
+            with self.access():
                 self._store(param, grad, self._exposed[param])
             nbytes = grad.nbytes
             del grad
@@ -531,14 +479,14 @@ class ParameterSwapper:
         """Return the slab with a parameter's gradient, and the gradient there."""
         slab = self.plan.place_of[param][0].gradients
         assert slab is not None
-        [memory] = self.holder.hold([slab.number], change=True)
+        [memory] = self.holder.hold([slab], change=True)
         return slab, slab.fields[param].view(memory)
 
     def _settled(self, stored: StoredGradient) -> torch.Tensor:
         """Return a gradient in its slab, after the changes that were recorded for it."""
         slab, view = self._gradient_at(stored.param)
         if stored.has_changes:
-            with self.access(True):
+            with self.access(defers=True):
                 slab.dirty = True
                 stored.settle(view)
         return view
@@ -557,7 +505,7 @@ class ParameterSwapper:
     @torch.no_grad()
     def norm(self, stored: StoredGradient, kind: float) -> torch.Tensor:
         """Return the norm of a gradient; from now on, norms of this order are computed when gradients arrive."""
-        with self.access(False):
+        with self.access():
             self._norm_type = kind
             if stored.known_norm(kind) is None:
                 # Read the slab once for all of its gradients.
@@ -582,7 +530,7 @@ class ParameterSwapper:
             # If a norm is finite, all elements are, too. If it is not, its elements may still be finite, because the
             # norm may exceed the range of its dtype. Then read the gradient to find out.
             if not self.norm(each, kind).isfinite().item():
-                with self.access(False):
+                with self.access():
                     if not self._settled(each).isfinite().all():
                         found_inf.fill_(1.0)
             if inv_scale.item() != 1.0:
@@ -617,7 +565,7 @@ class ParameterSwapper:
         self._stepped = self._slabs_of(params or ())
         self._hide_gradients([param for param in self._exposed if param not in set(params or ())])
         for slab in before - self._stepped[0]:
-            self._take(slab)
+            self.take(slab)
         if params is not None:
             # Gradients that no remaining bucket needs are dropped without a write. After the last bucket they are kept:
             # retry() needs them after a failure, and otherwise end_step() drops them.
@@ -625,7 +573,7 @@ class ParameterSwapper:
             for gradients in of_gradients:
                 if not self._left[gradients]:
                     self.holder.drop(gradients)
-        self._give(self._stepped[0], change=True)
+        self.give(self._stepped[0], change=True)
         for param in params or ():
             if param in self.plan.place_of:
                 self.note_written(param)
@@ -642,8 +590,9 @@ class ParameterSwapper:
         """End a step and drop its gradients; their stand-ins stay until zero_grad()."""
         for stored in stored_gradients(self._accumulators):
             stored.is_used = True
-        for slab in self.plan.gradients:
-            self.holder.drop(slab)
+        for slab in self.plan.slabs:
+            if slab.gradients is not None:
+                self.holder.drop(slab.gradients)
         self._steps += 1
         self._is_open = False
 
@@ -658,7 +607,7 @@ class ParameterSwapper:
         """Make parameters and their gradients private copies, in the user's own memory."""
         for param in params:
             slab, field = self.plan.place_of[param]
-            [memory] = self.holder.hold([slab.number])
+            [memory] = self.holder.hold([slab])
             values = field.view(memory).to(self.device, copy=True)
             stored = StoredGradient.of(param)
             if stored is not None and not stored.is_used:
@@ -682,7 +631,7 @@ class ParameterSwapper:
         for param in params:
             slab, field = self.plan.place_of[param]
             data, shape = param.data.resolve_conj().resolve_neg(), torch.Size(field.shape)
-            [memory] = self.holder.hold([slab.number], change=True)
+            [memory] = self.holder.hold([slab], change=True)
             view = field.view(memory)
             if (data.shape, data.dtype) != (shape, field.dtype):
                 refused.append(
@@ -692,11 +641,11 @@ class ParameterSwapper:
                     )
                 )
             elif not same_bits(data.to(view.device), view):
-                if slab.source is None:
+                if isinstance(slab, StoreSlab):
                     view.copy_(data)
                     slab.dirty = True
                 else:
-                    refused.append(self._in_files(slab))
+                    refused.append(self.unchangeable(slab))
             stored, grad = self.lent[param], grad_of(param)
             if stored is not None and grad is not None and not stored.is_used:
                 try:
@@ -716,80 +665,33 @@ class ParameterSwapper:
         self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     ) -> None:
         for name, param in module._parameters.items():
-            if isinstance(param, self._absent) and state.get(prefix + name) is not None:
+            if isinstance(param, self.absent) and state.get(prefix + name) is not None:
                 state[prefix + name] = self.values_of(param)
 
     @torch.no_grad()
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values: large ones mapped from the store as a snapshot, small ones as a copy."""
         slab, field = self.plan.place_of[param]
-        with self.access(False):
-            if slab.source is None and field.nbytes >= PACKED_NBYTES:
+        with self.access():
+            if isinstance(slab, StoreSlab) and field.nbytes >= PACKED_NBYTES:
                 self.holder.flush()
                 mapped = slab.store.map([(slab.name, field.offset, field.nbytes)])
                 values = torch.frombuffer(mapped, dtype=field.dtype)
                 return values.as_strided(field.shape, field.stride)
-            [memory] = self.holder.hold([slab.number])
+            [memory] = self.holder.hold([slab])
             return field.view(memory).clone()
 
     def set_values(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Set the values of an absent parameter, as ``load_state_dict()`` does."""
         slab, field = self.plan.place_of[param]
-        with self.access(True):
-            [memory] = self.holder.hold([slab.number], change=True)
+        with self.access(defers=True):
+            [memory] = self.holder.hold([slab], change=True)
             view = field.view(memory)
-            if slab.source is None:
+            if isinstance(slab, StoreSlab):
                 view.copy_(values)
                 self.note_written(param)
             elif not same_bits(torch.empty_like(view).copy_(values), view):
-                raise self._in_files(slab)
-
-
-class AbsentParameter(Absent, nn.Parameter):
-    """A parameter of a training while it has no values: the user's own object, with this class."""
-
-    harmless = frozenset(
-        ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad")
-    )
-    settable = frozenset(("grad", "grad_dtype", "requires_grad"))
-    swapper: weakref.ref[ParameterSwapper]
-
-    def refusal(self, operation: str) -> str:
-        """Return the message of the error for an operation."""
-        there = self.swapper()
-        if there is None:
-            return f"{operation}: the training with this parameter's values is closed"
-        return (
-            f"the parameter {there.plan.names[self]} is on a drive, and {operation} needs its values: {_REMEDY}. If a "
-            "module's forward() uses parameters of modules below it, pass that module to offload_training() in blocks="
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Set values, perform operations that do not need values, and raise for all others."""
-        if func is torch.Tensor.copy_ and not torch.is_grad_enabled():
-            param, values, *_ = args
-            there = cls.swapper()
-            if isinstance(param, AbsentParameter) and there is not None:
-                there.set_values(param, values)
-                return param
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def stride(self, dim: int | None = None) -> Any:
-        """Return the strides that the parameter has when it has values."""
-        there = self.swapper()
-        strides = (0,) * self.dim() if there is None else there.plan.place_of[self][1].stride
-        return strides if dim is None else strides[dim]
-
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the parameter is contiguous when it has values."""
-        like = torch.empty_strided(self.shape, self.stride(), device="meta")
-        return like.is_contiguous(*args, **kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"<a parameter on a drive: {list(self.shape)}, {self.dtype}>"
+                raise self.unchangeable(slab)
 
 
 def _node() -> Any:
@@ -804,7 +706,7 @@ def _refuse_second_order(*_: Any) -> None:
         raise RuntimeError(_SECOND_ORDER)
 
 
-def _backward_ended(swapper: weakref.ref[ParameterSwapper]) -> None:
+def _backward_ended(swapper: weakref.ref[TrainingSwapper]) -> None:
     there = swapper()
     if there is not None:
         there.end_backward()

@@ -24,11 +24,11 @@ from tensorferry.offload.optimizer import (
     opened_store,
     ranks,
 )
-from tensorferry.offload.plan import needed_nbytes
+from tensorferry.offload.plan import PAGE_NBYTES, needed_nbytes
 from tensorferry.offload.residency import reserve
 from tensorferry.offload.scan import Order
-from tensorferry.offload.slabs import MAX_SLAB_NBYTES, Plan
-from tensorferry.offload.training import ParameterSwapper
+from tensorferry.offload.slabs import MAX_SLAB_NBYTES, GradientSlab, StoreSlab, TrainingPlan
+from tensorferry.offload.training import TrainingSwapper
 from tensorferry.store import TensorStore
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from tensorferry.offload.optimizer import Commit
     from tensorferry.offload.plan import Bucket
     from tensorferry.offload.saved import Saved
-    from tensorferry.offload.slabs import Slab
     from tensorferry.offload.sweep import Sweep
     from tensorferry.safetensors.sources import Source
 
@@ -63,7 +62,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         optimizer: torch.optim.Optimizer,
         store: TensorStore,
         memory_budget_nbytes: int,
-        swapper: ParameterSwapper,
+        swapper: TrainingSwapper,
         values: InitialValues,
         **options: Any,
     ) -> None:
@@ -133,7 +132,7 @@ class TrainingOptimizer(OffloadedOptimizer):
             The model is running.
         """
         swapper = self._swapper
-        with self._access(True):
+        with self._accessing(True):
             if swapper.is_running:
                 raise RuntimeError(
                     "in_memory(): the model is running; a module's hooks can use its parameters directly"
@@ -148,11 +147,11 @@ class TrainingOptimizer(OffloadedOptimizer):
                     needed,
                 )
         try:
-            with self._access(True):
+            with self._accessing(True):
                 swapper.lend(params)
             yield
         finally:
-            with self._access(True):
+            with self._accessing(True):
                 swapper.take_back(params & swapper.lent.keys())
 
     def stats(self) -> dict[str, Any]:
@@ -205,13 +204,13 @@ class TrainingOptimizer(OffloadedOptimizer):
                 memory = torch.frombuffer(bytearray(self._model_bytes), dtype=torch.uint8)
                 self._store.write(_MODEL, memory).result()
 
-    def _frozen(self) -> dict[str, tuple[Slab, int]]:
+    def _frozen(self) -> dict[str, tuple[StoreSlab, int]]:
         """Return the places of parameters that the optimizer does not have, and that are not in the user's files."""
         plan = self._swapper.plan
         return {
             plan.names[param]: (slab, field.offset)
             for param, (slab, field) in plan.place_of.items()
-            if slab.gradients is None and slab.source is None
+            if slab.gradients is None and isinstance(slab, StoreSlab)
         }
 
     def _forms(self) -> dict[str, Any]:
@@ -227,7 +226,7 @@ class TrainingOptimizer(OffloadedOptimizer):
 
     def _slabs_of_params(self) -> list[tuple[str, int]] | None:
         place_of = self._swapper.plan.place_of
-        places = [place_of.get(param) for param in self._shapes]
+        places: list[Any] = [place_of.get(param) for param in self._shapes]
         return [("", 0) if place is None else (place[0].name, place[1].offset) for place in places]
 
     def _load(self, saved: Saved, *, with_params: bool) -> int:
@@ -262,7 +261,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         swapper = self._swapper
         for param, (name, at) in places.items():
             slab, field = swapper.plan.place_of[param]
-            [memory] = swapper.holder.hold([slab.number], change=True)
+            [memory] = swapper.holder.hold([slab], change=True)
             saved.read_slab(name, at, memory[field.offset : field.offset + field.nbytes])
             swapper.note_written(param)
 
@@ -279,7 +278,6 @@ class TrainingOptimizer(OffloadedOptimizer):
         if self.is_parents or self._held is None:
             return
         with self._locked():
-            self._swapper.uninstall(give_back=False)
             self._swapper.close()
         super().close()
 
@@ -290,24 +288,24 @@ class TrainingOptimizer(OffloadedOptimizer):
         swapper, plan = self._swapper, self._swapper.plan
         values, self._values = self._values, None
         assert values is not None
-        nbytes = min(self._all_nbytes - self._usable().nbytes, plan.nbytes) // 4096 * 4096
-        of_store: dict[TensorStore, list[Any]] = {}
-        for slab in plan.everything:
-            if not slab.stored:
-                of_store.setdefault(slab.store, []).append(slab)
-        for store, slabs in of_store.items():
+        nbytes = (
+            min(self._all_nbytes - self._usable().nbytes, plan.nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        )
+        in_stores = [slab for slab in plan.everything if isinstance(slab, StoreSlab)]
+        for store in {slab.store for slab in in_stores}:
+            slabs: Any = [slab for slab in in_stores if slab.store is store]
             reserve(store, slabs, nbytes, all_in_flight=self._commit != "none")
         swapper.holder = Holder(
-            *(plan.everything, [[slab] for slab in plan.everything]),
-            *(allocate(nbytes, swapper.device), Order(plan.expected()), plan.together()),
+            *(plan.everything, allocate(nbytes, swapper.device)),
+            *(Order(plan.expected()), plan.together()),
             guard=self._interrupts.deferred,
         )
         swapper.holder.interrupted = self._interrupts.was_repeated
-        swapper.access = self._access
+        swapper.accessing = self._accessing
         try:
-            swapper.install(values.of)
+            swapper.move(values.of)
         except BaseException:
-            swapper.uninstall(give_back=True)
+            swapper.give_back()
             raise
 
     def _check_budget(self, buckets: Sequence[Bucket]) -> None:
@@ -334,7 +332,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         return False
 
     @contextlib.contextmanager
-    def _access(self, defers: bool) -> Iterator[None]:
+    def _accessing(self, defers: bool) -> Iterator[None]:
         """Hold the lock while slabs are used, and with ``defers`` defer signals; raise if the training is closed."""
         with self._locked():
             self._usable(loading=True)
@@ -427,18 +425,28 @@ def offload_training(
     where = torch.device(device)
     if not hasattr(blocks, "__iter__"):
         raise TypeError(f"blocks: expected an iterable of modules, got {type(blocks).__name__}")
-    plan = Plan(model, optimizer, list(blocks))
+    plan = TrainingPlan(model, optimizer, list(blocks))
     values = InitialValues(plan, files)
-    swapper = ParameterSwapper(plan, where, checkpoint_activations=bool(checkpoint_activations))
+    swapper = TrainingSwapper(plan, where, checkpoint_activations=bool(checkpoint_activations))
     with contextlib.ExitStack() as undo:
-        undo.callback(values.close)
+        undo.callback(values.files.close)
         store, earlier = opened_store(directories, weights, commit, undo)
         of_gradients = TensorStore(directories, weights=weights)
         undo.callback(of_gradients.close)
         for slab in plan.everything:
-            slab.store = store if slab in plan.slabs else of_gradients
+            if isinstance(slab, StoreSlab):
+                slab.store = of_gradients if isinstance(slab, GradientSlab) else store
         values.read_buffers()
-        values.take_from_meta(swapper.put_away, undo)
+        # Parameters on the meta device cannot get values. Exchange their contents; the objects stay the same.
+        exchange: Any = torch.utils.swap_tensors
+        for param in plan.names:
+            if param.is_meta:
+                empty = torch.empty(0, dtype=param.dtype, device="cpu")
+                other = nn.Parameter(empty, requires_grad=param.requires_grad)
+                vars(other).update(vars(param))
+                exchange(param, other)
+                undo.callback(exchange, param, other)
+                swapper.put_away(param)
         offloaded = TrainingOptimizer(
             *(optimizer, store, nbytes, swapper, values),
             earlier=earlier,

@@ -7,38 +7,37 @@ A *pass* is a forward pass of the whole model. It is a sequence of *steps*: runs
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tensorferry.base.checks import checked_nbytes
-from tensorferry.offload.absent import Around, recorded, tensors_in
+from tensorferry.base.processes import Interrupts, Owned
+from tensorferry.offload.absent import recorded, tensors_in
+from tensorferry.offload.arena import ALIGN_NBYTES
 from tensorferry.offload.errors import MemoryBudgetError
-from tensorferry.offload.matching import WHOLE, match, matched, told, users
-from tensorferry.offload.streaming import Streaming, Weight
+from tensorferry.offload.holder import Counters, Holder, allocate
+from tensorferry.offload.matching import WHOLE, match, matched, told
+from tensorferry.offload.scan import Order
+from tensorferry.offload.slabs import Files, FileSlab, Plan
+from tensorferry.offload.swapper import AbsentParameter, Swapper
 from tensorferry.safetensors.sources import stored_tensors
+from tensorferry.transfer.pipeline import read_ahead_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from tensorferry.offload.matching import Matched
+    from tensorferry.offload.matching import Matched, Matches
+    from tensorferry.offload.slabs import Slab
     from tensorferry.safetensors.sources import Source
 
 
 # Tensors are compared in pieces of this size.
 _PIECE_NBYTES = 4 << 20
-
-_ONE_THREAD = "another thread runs the model: only one thread at a time can call parts of it"
-_REFUSED_COPY = (
-    "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; close() the "
-    "stream first"
-)
 
 
 def stream_weights(
@@ -111,12 +110,23 @@ def stream_weights(
     return WeightStream(model, files, budget_nbytes, where, (*WHOLE, *whole))
 
 
-class WeightStream:
+class WeightStream(Owned, Swapper):
     """A model with streamed weights, made by :func:`stream_weights`. A context manager.
 
     Forward passes of several threads run one after the other. After an exception or Ctrl-C in a pass, the next pass
     starts normally.
     """
+
+    absent = AbsentParameter
+    refusal = (
+        "is not in memory, and {} needs its values: the model is streamed from files, for inference, and a weight is in "
+        "memory only while its module runs. If a module's forward() uses parameters of modules below it, pass the "
+        "module's class to stream_weights() in blocks=; to change or save weights, close() the stream first"
+    )
+    refused_copy = (
+        "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; close() "
+        "the stream first"
+    )
 
     def __init__(
         self,
@@ -128,66 +138,83 @@ class WeightStream:
     ) -> None:
         matches = match(model, stored_tensors(files))
         found = matches.found
+        _warn_of_names(model, matches)
         # Buffers, and parameters without elements, are read now and stay in memory: they are not streamed.
-        fixed = [one for one in found if one.buffer or not one.nbytes]
-        self._weights = [
-            Weight(number, one, device)
-            for number, one in enumerate(one for one in found if not one.buffer and one.nbytes)
-        ]
-        modules, steps, together = self._steps(model, whole)
-        fixed_nbytes = sum(one.nbytes for one in fixed)
-        sizes = [sum(weight.nbytes for weight in step) for step in together]
+        self._fixed = [one for one in found if one.buffer or not one.nbytes]
+        # The streamed parameters are new objects: those on the meta device cannot get values.
+        zero = torch.zeros((), device="cpu")
+        self._weights = {
+            nn.Parameter(zero.expand(one.shape), requires_grad=False): one
+            for one in found
+            if one not in self._fixed
+        }
+        for param, one in self._weights.items():
+            put(one, param)
+        try:
+            self._begin(model, budget_nbytes, device, whole)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _begin(
+        self,
+        model: nn.Module,
+        budget_nbytes: int,
+        device: torch.device,
+        whole: tuple[type[nn.Module], ...],
+    ) -> None:
+        plan = Plan(model, lambda module: isinstance(module, whole))
+        self._files = Files()
+        plan.place(FileSlab(one, param, self._files) for param, one in self._weights.items())
+        super().__init__(plan, device)
+        fixed_nbytes = sum(one.nbytes for one in self._fixed)
+        sizes = [sum(slab.nbytes for slab in slabs) for slabs in plan.together()]
         needed = fixed_nbytes + max(sizes, default=0)
         if needed > budget_nbytes:
-            name = type(modules[sizes.index(max(sizes))]).__name__
+            name = type(plan.uses[sizes.index(max(sizes))].module).__name__
             raise MemoryBudgetError(
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
-        # Tensors that modules such as TableEmbedding read from the files themselves: no warning about these.
-        left = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for name in getattr(module, "stays_in_files", ())
-        }
-        if unexpected := [name for name in matches.unexpected if name not in left]:
-            warnings.warn(
-                f"files: the model has no parameters or buffers with the names {told(unexpected)}; they are ignored",
-                stacklevel=3,
-            )
-        # A tied parameter has the values of its last name in the files, and `found` has the tensor of that name.
-        used = {id(one.original): one for one in found}
-        tied = [(other, used[id(other.original)]) for _, other in matches.duplicates]
-        if differing := [
-            f"{other.name} and {one.name} ({one.name} is used)"
-            for other, one in tied
-            if _differ(other, one)
-        ]:
-            warnings.warn(
-                f"files: names of one (tied) parameter of the model have different values in the files: "
-                f"{told(differing)}. Give the model a parameter for each, or leave one out",
-                stacklevel=3,
-            )
-        self._model = model
-        # Passes take turns. The other lock is held by the thread that runs the model or a part of it.
-        self._pass_lock, self._lock = threading.RLock(), threading.RLock()
-        self._is_in_pass = self._closed = False
-        self._passes, self._seconds = 0, 0.0
-        self._hooks: list[Any] = []
-        self._root_step: int | None = None  # the step of the model itself, if it has weights
-        self._fixed = fixed
-        self._streaming = Streaming(
-            self._weights, steps, together, budget_nbytes - fixed_nbytes, device
+        self._set_owner()
+        self._interrupts = Interrupts()
+        self._passes, self._seconds, self._began = 0, 0.0, 0.0
+        self._is_closed = False
+        self._order = Order(range(len(plan.slabs)))
+        total = sum(slab.nbytes for slab in plan.slabs)
+        self._nbytes = min((budget_nbytes - fixed_nbytes) // ALIGN_NBYTES * ALIGN_NBYTES, total)
+        self._counters = Counters()
+        cuda: Any = torch.cuda
+        self._files.stream = cuda.Stream(device) if device.type == "cuda" else None
+        for one in self._fixed:
+            tensor = read_matched(one, device)
+            put(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
+        self._open()
+        for param in plan.place_of:
+            self.put_away(param)
+        for (
+            one
+        ) in self._weights.values():  # release its memory: the weight must not be in memory twice
+            assert one.original is not None
+            if not one.original.is_meta:
+                one.original = nn.Parameter(torch.empty_like(one.original, device="meta"), False)
+        self.install()
+
+    def _open(self) -> None:
+        """Make the memory for weights."""
+        if self.device.type == "cpu":
+            memory = allocate(self._nbytes, self.device)
+        else:
+            memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+            # torch's caching allocator may have reused memory that kernels on the current stream still use, so the
+            # first reads into it wait for these kernels.
+            self._files.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.holder = Holder(
+            *(self.plan.slabs, memory, self._order, self.plan.together()),
+            guard=self._interrupts.deferred,
+            ahead_nbytes=read_ahead_nbytes(),
         )
-        self._total_nbytes = sum(one.nbytes for one in found)
-        try:
-            for one in fixed:
-                tensor = read_matched(one, device)
-                put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
-            self._install_hooks(modules)
-        except BaseException:
-            self.close()
-            raise
+        self.holder.counters = self._counters
 
     def stats(self) -> dict[str, float]:
         """Return statistics.
@@ -196,148 +223,117 @@ class WeightStream:
         -------
         dict of str to int or float
             ``passes`` and the ``seconds`` they took; ``read_nbytes``, the number of ``waits`` for a read and the
-            ``wait_seconds``; ``unexpected_steps``, the runs of modules in another order than in the pass before; the
+            ``wait_seconds``; ``unexpected_steps``, the uses of weights in another order than in the pass before; the
             bytes of all weights (``weights_nbytes``), of those that stay in memory (``kept_nbytes``), and of the memory
             in which weights are kept or read (``memory_nbytes``).
         """
-        counters = self._streaming.counters
         return {
             "passes": self._passes,
             "seconds": self._seconds,
-            "read_nbytes": counters.read_nbytes,
-            "waits": counters.waits,
-            "wait_seconds": counters.wait_seconds,
-            "unexpected_steps": counters.unexpected,
-            "weights_nbytes": self._total_nbytes,
-            "kept_nbytes": self._streaming.kept_nbytes,
-            "memory_nbytes": self._streaming.nbytes,
+            "read_nbytes": self._counters.read_nbytes,
+            "waits": self._counters.waits,
+            "wait_seconds": self._counters.wait_seconds,
+            "unexpected_steps": self._counters.unexpected,
+            "weights_nbytes": sum(one.nbytes for one in (*self._fixed, *self._weights.values())),
+            "kept_nbytes": sum(slab.nbytes for slab in self.plan.slabs if slab.stays),
+            "memory_nbytes": self._nbytes,
         }
 
     def close(self) -> None:
         """Wait for reads in flight, and restore the model. Do not call this while the model runs."""
-        self._after_fork()
-        with self._turn():
-            if self._streaming.in_use:
+        with self.turn():
+            if self._is_in_pass or self._running:
                 raise RuntimeError(
                     "close(): the model is running in this thread; call close() after the forward pass"
                 )
-            self._closed = True
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
-            self._streaming.reset(reopen=False)
-            for weight in self._weights:
-                assert weight.matched.original is not None
-                weight.put(weight.matched.original)
-            for one in self._fixed:
-                put_fixed(one, one.original)
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.uninstall()
+            self._forget()
+            self._restore()
 
-    def __reduce__(self) -> NoReturn:
-        """Raise: a streamed model cannot be pickled or copied."""
-        raise RuntimeError(_REFUSED_COPY)
+    def _restore(self) -> None:
+        """Give the model the tensors that it had, unless other code has replaced ours."""
+        for param, one in self._weights.items():
+            put(one, one.original, unless_other_than=param)
+        for one in self._fixed:
+            put(one, one.original)
+
+    def _forget(self) -> None:
+        """Take the memory from all weights; in a forked child, it is the parent process's."""
+        if not self.is_parents and hasattr(self, "holder"):
+            self.holder.settle()
+        self._files.close()
+        for slab in self.plan.slabs:
+            slab.place, slab.moving, slab.is_given, slab.lent = None, (), False, None
+            for param in slab.fields:
+                self.put_away(param)
 
     def __enter__(self) -> WeightStream:
-        if self._closed:
+        if self._is_closed:
             raise ValueError("this stream of weights is closed")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _steps(
-        self, model: nn.Module, whole: tuple[type[nn.Module], ...]
-    ) -> tuple[list[nn.Module], list[list[Weight]], list[list[Weight]]]:
-        """Return the modules that need weights, and for each module its weights, without and with enclosing modules'.
-
-        The forward() of the enclosing modules is running meanwhile.
-        """
-        of_module: dict[int, list[Weight]] = {}
-        for weight in self._weights:
-            for module, _ in weight.matched.places:
-                of_module.setdefault(id(module), []).append(weight)
-        modules: list[nn.Module] = []
-        steps: list[list[Weight]] = []
-        together: list[list[Weight]] = []
-        for module, own, above in users(model, lambda each: isinstance(each, whole)):
-            wanted = [weight for one in own for weight in of_module.get(id(one), ())]
-            if wanted:
-                meanwhile = [weight for one in above for weight in of_module.get(id(one), ())]
-                modules.append(module)
-                steps.append(list(dict.fromkeys(wanted)))
-                together.append(list(dict.fromkeys([*wanted, *meanwhile])))
-        return modules, steps, together
-
-    def _install_hooks(self, modules: list[nn.Module]) -> None:
-        for weight in self._weights:
-            original = weight.matched.original
-            assert original is not None
-            weight.put(weight.stand_in)
-            if not original.is_meta:  # release its memory: the weight must not be in memory twice
-                original = nn.Parameter(torch.empty_like(original, device="meta"), False)
-            weight.matched.original = original
-        for step, module in enumerate(modules):
-            if module is self._model:
-                self._root_step = step
-            else:
-                self._around(module, "_call_impl", functools.partial(self._run_part, step))
-        self._around(self._model, "forward", self._run)
-
-    def _around(self, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
-        self._hooks.append(Around(module, name, run, _REFUSED_COPY))
-
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a forward pass."""
-        self._after_fork()
-        with self._pass_lock, self._turn():
-            if self._is_in_pass:  # the model calls itself
-                return forward(*args, **kwargs)
-            if self._closed:
-                raise ValueError("this stream of weights is closed")
-            complete = False
-            began = time.perf_counter()
-            self._is_in_pass = True
-            try:
-                self._streaming.begin_pass()
-                if self._root_step is None:
-                    _check_inputs(args, kwargs, gradients=True)
-                    result = forward(*args, **kwargs)
-                else:
-                    result = self._run_part(self._root_step, forward, args, kwargs)
-                complete = True
-            finally:
-                self._is_in_pass = False
-                self._streaming.end_pass(complete=complete)
-                self._passes += complete
-                self._seconds += time.perf_counter() - began
-            return result
-
-    def _run_part(self, step: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module with its weights, in a forward pass or outside of one."""
-        self._after_fork()
-        _check_inputs(args, kwargs)
-        with self._turn():
-            self._streaming.acquire(step)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._streaming.release(step)
+    # A pass
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Be the only thread that uses the model; raise RuntimeError if another one does."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(_ONE_THREAD)
-        try:
+    def access(self, *, defers: bool = False) -> Iterator[None]:
+        """Return a context manager for work with weights."""
+        with self._interrupts.deferred() if defers else contextlib.nullcontext():
             yield
-        finally:
-            self._lock.release()
 
-    def _after_fork(self) -> None:
-        """In a forked child, replace the locks, which threads of the parent process may hold."""
-        if self._streaming.is_parents:
-            self._pass_lock, self._lock = threading.RLock(), threading.RLock()
-            self._is_in_pass = False
-            self._streaming.reset()
+    def taken(self, slab: Slab, memory: torch.Tensor, *, has_changed: bool) -> None:
+        """Refuse changes, and note the kernels that use the memory."""
+        super().taken(slab, memory, has_changed=has_changed)
+        if self._files.stream is not None and isinstance(slab, FileSlab):
+            slab.event = torch.cuda.current_stream(self.device).record_event()
+
+    def begin_pass(self) -> None:
+        """Begin a pass, which is expected to repeat the previous one."""
+        self.clean()
+        self._began = time.perf_counter()
+        self.holder.expect(self._order, begin=True)
+        if self._order.changed:
+            self.holder.choose()
+
+    def end_pass(self, *, complete: bool) -> None:
+        """End a pass; one that is not ``complete`` does not become the expected order."""
+        self._passes += complete
+        self._seconds += time.perf_counter() - self._began
+        if not complete:
+            self._order.abandon_pass()
+
+    def check_run(self, name: str, args: Any, kwargs: Any) -> None:
+        """Raise if a module cannot run now, or for inputs that would give wrong results."""
+        if recorded():
+            raise RuntimeError(
+                f"{name}: a streamed model cannot be traced or exported: the recording would use its memory, which "
+                "later contains other weights"
+            )
+        learns = torch.is_grad_enabled() and name != self.plan.uses[0].name
+        for value in tensors_in((args, kwargs)):
+            if value.is_meta:
+                raise RuntimeError(
+                    "an input is on the meta device: it has no values, and torch would compute with it without an error"
+                )
+            if value.requires_grad and learns:
+                raise RuntimeError(
+                    "streamed weights are for inference: an input requires gradients; run the model under "
+                    "torch.no_grad() or torch.inference_mode()"
+                )
+
+    def check_process(self) -> None:
+        """In a forked child, replace the locks, which threads of the parent process may hold, and the memory."""
+        if self.is_parents:
+            self._make_locks()
+            self._running.clear()
+            self._forget()
+            self._set_owner()
+            self._open()
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
@@ -372,11 +368,17 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         return name in self._stored  # without reading it
 
 
-def put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
-    """Set a tensor of the files, or None, in all of its places in the model."""
+def put(
+    one: Matched, tensor: torch.Tensor | None, unless_other_than: torch.Tensor | None = None
+) -> None:
+    """Set a tensor of the files, or None, in its places in the model; leave those that have another tensor."""
     for module, name in one.places:
+        if unless_other_than is not None and getattr(module, name) is not unless_other_than:
+            continue
         if one.buffer:
             module._buffers[name] = tensor
+        elif isinstance(module, nn.RNNBase):  # its __setattr__ also updates `_flat_weights`
+            setattr(module, name, tensor)
         else:
             module._parameters[name] = tensor  # type: ignore[assignment]
 
@@ -418,21 +420,28 @@ def _bytes(one: Matched) -> Iterator[torch.Tensor]:
     yield piece[:filled]
 
 
-def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
-    """Raise for inputs that would give wrong results, and unless ``gradients``, for inputs that require gradients."""
-    if recorded():
-        raise RuntimeError(
-            "a streamed model cannot be traced or exported: the recording would use its memory, which later contains "
-            "other weights"
+def _warn_of_names(model: nn.Module, matches: Matches) -> None:
+    """Warn of tensors in the files that are not used."""
+    # Tensors that modules such as TableEmbedding read from the files themselves: no warning about these.
+    left = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in getattr(module, "stays_in_files", ())
+    }
+    if unexpected := [name for name in matches.unexpected if name not in left]:
+        warnings.warn(
+            f"files: the model has no parameters or buffers with the names {told(unexpected)}; they are ignored",
+            stacklevel=4,
         )
-    gradients = gradients or not torch.is_grad_enabled()
-    for value in tensors_in((args, kwargs)):
-        if value.is_meta:
-            raise RuntimeError(
-                "an input is on the meta device: it has no values, and torch would compute with it without an error"
-            )
-        if value.requires_grad and not gradients:
-            raise RuntimeError(
-                "streamed weights are for inference: an input requires gradients; run the model under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
+    # A tied parameter has the values of its last name in the files, and `found` has the tensor of that name.
+    used = {id(one.original): one for one in matches.found}
+    if differing := [
+        f"{other.name} and {one.name} ({one.name} is used)"
+        for _, other in matches.duplicates
+        if _differ(other, one := used[id(other.original)])
+    ]:
+        warnings.warn(
+            f"files: names of one (tied) parameter of the model have different values in the files: "
+            f"{told(differing)}. Give the model a parameter for each, or leave one out",
+            stacklevel=4,
+        )
