@@ -59,7 +59,7 @@ def with_adapters(model: Any) -> Any:
     return model
 
 
-def train(model: Any, optimizer: Any, clip: Any, steps: int) -> list[float]:
+def train(model: Any, optimizer: Any, steps: int) -> list[float]:
     """Train with an ordinary loop, which is independent of where the weights are."""
     losses = []
     for number in range(steps):
@@ -68,7 +68,7 @@ def train(model: Any, optimizer: Any, clip: Any, steps: int) -> list[float]:
         )
         loss = model(input_ids=text, labels=text, use_cache=False).loss
         loss.backward()
-        clip(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -100,18 +100,14 @@ def fine_tune(config: LlamaConfig, options: argparse.Namespace, directory: Path)
         blocks=model.get_decoder().layers,
         files=files,
     )
-    losses = train(model, optimizer, optimizer.clip_grad_norm_, options.steps)
+    losses = train(model, optimizer, options.steps)
     state = {name: value for name, value in model.state_dict().items() if is_saved(name, options)}
     save_file(state, directory / "trained.safetensors")
     stats = optimizer.stats()
     optimizer.close()
 
     reference_optimizer = torch.optim.AdamW(trainable(reference), lr=1e-3)
-
-    def clip(limit: float) -> None:
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
-
-    reference_losses = train(reference, reference_optimizer, clip, options.steps)
+    reference_losses = train(reference, reference_optimizer, options.steps)
     found = load_file(directory / "trained.safetensors")
     expected = {
         name: value for name, value in reference.state_dict().items() if is_saved(name, options)

@@ -57,11 +57,11 @@ def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
         blocks=model.layers,
         files=options.directory / "model",
     )
-    return model, *train(model, optimizer, optimizer.clip_grad_norm_, options)
+    return model, *train(model, optimizer, options)
 
 
 def train(
-    model: Any, optimizer: Any, clip: Any, options: argparse.Namespace
+    model: Any, optimizer: Any, options: argparse.Namespace
 ) -> tuple[list[float], int]:
     """Train with the loop that all variants share. Return the losses and the peak memory in bytes."""
     import torch
@@ -75,7 +75,7 @@ def train(
         found = model(text[:, :-1]).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(found, text[:, 1:].flatten())
         loss.backward()
-        clip(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         peak_nbytes = max(peak_nbytes, memory_nbytes())
         optimizer.zero_grad()
@@ -89,11 +89,7 @@ def train_in_memory(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
 
     model = loaded(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def clip(limit: float) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-
-    return model, *train(model, optimizer, clip, options)
+    return model, *train(model, optimizer, options)
 
 
 def train_with_accelerate(options: argparse.Namespace) -> str:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tensorferry.offload import NotSeparableError, offload_optimizer
-from tests.offload import twins
-from tests.offload.twins import ByNorm, Gradients, parameters
-from tests.support import required
+from tensorferry.offload import offload_optimizer
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
 
 BUDGET = 3 << 20  # the smallest: less than a third of AdamW's state of `model()`
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH = 24
-KINDS = ("mlp", "norm", "batch", "dropout", "scale", "kept", "lstm", "frozen", "inner")
+KINDS = (
+    *("mlp", "norm", "batch", "dropout", "scale", "kept", "lstm", "frozen", "inner", "counter"),
+    *("drawn", "list"),
+)
 
 
 class Block(nn.Module):
@@ -41,13 +44,21 @@ class Block(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch" else nn.LayerNorm(WIDTH)
         self.inner = nn.LSTM(WIDTH, WIDTH) if kind == "lstm" else nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(2))
+        self.factor, self.earlier = 1.0, {"sums": [0.0]}
         if kind == "frozen":
             self.inner.requires_grad_(False)
         if kind == "inner":
             self.inner.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, *, extra: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        y = self.norm(x) + extra["bias"][0]
+        y = self.norm(x) * self.factor + extra["bias"][0]
+        if self.kind == "counter":
+            self.factor *= 1.0625
+        if self.kind == "drawn":
+            y = y * random.random()
+        if self.kind == "list":
+            y = y * len(self.earlier["sums"])
+            self.earlier["sums"].append(self.factor)
         y = self.inner(y)[0] if self.kind == "lstm" else self.inner(y)
         y = self.down(torch.tanh(self.up(y))) * self.scale
         if self.kind == "dropout":
@@ -131,9 +142,15 @@ class Program:
         tokens = torch.randint(0, 11, (3, 4), generator=self.noise).flatten()
         out = self.model(tokens)
         loss = out.float().square().mean() * 2.0 ** rng.randint(-3, 3)
+        for block in self.model.blocks:  # what the program changes after the forward pass
+            block.factor += 0.25
+            block.earlier["sums"].append(block.factor)
+        self.model.eval()
         if retain:
             loss.backward(retain_graph=True)
         loss.backward()
+        self.model.train()
+        self.log.append(random.random())
         self.log.append(loss.item())
         self.state_of_random = torch.get_rng_state()
 
@@ -304,9 +321,7 @@ OPERATIONS: list[Callable[[Program, random.Random], None]] = [
 
 
 @pytest.mark.parametrize("number", range(examples(12)))
-def test_any_program(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_any_program(directory: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(slabs, "MAX_SLAB_NBYTES", 8 << 10)
     monkeypatch.setattr(TrainingOptimizer, "_params_nbytes", 8 << 10)
     monkeypatch.setattr(plan, "_MIN_BUCKET_NBYTES", 4 << 10)
@@ -320,6 +335,7 @@ def test_any_program(
         names.append(operation.__name__)
         choices = rng.randrange(1 << 30)
         for program in (expected, run):
+            random.seed(choices)
             operation(program, random.Random(choices))
         run.compare(expected, " ".join(names))
     run.optimizer.close()

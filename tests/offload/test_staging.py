@@ -9,8 +9,8 @@ import torch
 
 from tensorferry import offload
 from tensorferry.offload import optimizer as optimizers
-from tensorferry.offload.staging import Staging
 from tensorferry.offload.equality import same
+from tensorferry.offload.staging import Staging
 from tests.offload.numbered import (
     ALL,
     SOME,

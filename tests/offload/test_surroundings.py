@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tensorferry import checkpoint
-from tensorferry.offload import NotSeparableError, OffloadError, offload_optimizer
+from tensorferry.offload import OffloadError, offload_optimizer
 from tests.offload.twins import SMALL, Gradients, assert_equal, copies, parameters, train
 from tests.support.faultfs import Fault
 

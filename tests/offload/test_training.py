@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import gc
+import random
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -749,6 +751,68 @@ def test_buffers_that_share_memory(pair: Any) -> None:
     assert_same(*both)
 
 
+class Remembers(nn.Linear):
+    """A module whose result depends on attributes and on random numbers, and which changes them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.factor, self.calls = 1.0, {"seen": [0.5]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = random.random() + float(np.random.random()) if self.training else 0.0
+        y = super().forward(x * self.factor * sum(self.calls["seen"]) + drawn)
+        self.factor *= 1.5
+        self.calls["seen"].append(drawn)
+        return torch.tanh(y) * len(self.calls["seen"])
+
+
+def test_a_block_that_runs_again_gets_what_it_got_before(pair: Any) -> None:
+    both = pair(functools.partial(Holder, Remembers))
+    for number in range(3):
+        drawn = []
+        for run in both:
+            random.seed(number)
+            np.random.seed(number)
+            loss = run.model(torch.arange(6).reshape(2, 3)).square().mean()
+            block = run.model.blocks[1]
+            block.factor = -3.0
+            block.calls["seen"].append(1.0)
+            run.model.eval()
+            loss.backward()
+            run.model.train()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            drawn.append(
+                (loss.item(), block.factor, block.calls, random.random(), np.random.random())
+            )
+        assert drawn[0] == drawn[1]
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("changes", ["append", "pop"])
+def test_a_block_that_changes_its_arguments_is_refused(pair: Any, changes: str) -> None:
+    class Changes(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, options: Any) -> torch.Tensor:
+            getattr(options["numbers"], changes)(*([1.0] if changes == "append" else []))
+            return super().forward(x)
+
+    class Calls(Holder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            options = {"numbers": [1.0, 2.0]}
+            x = self.embedding(tokens)
+            return self.head(self.blocks[1](x, options))
+
+    _, run = pair(functools.partial(Calls, Changes))
+    with pytest.raises(RuntimeError, match="changes a list or dict that it gets as an argument"):
+        run.forward_and_backward()
+    both = pair(functools.partial(Calls, Changes), checkpoint_activations=False)
+    train(*both)
+    assert_same(*both)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_gradients_of_gradients_are_refused(pair: Any, blocks: bool) -> None:
     _, run = pair(blocks=blocks)
@@ -1058,6 +1122,45 @@ def test_checkpoints_have_parameters_too(pair: Any, directory: Path) -> None:
     run.state_of_random, run.losses = state, list(expected.losses)
     run.random.set_state(random)
     whole(expected, run)
+
+
+def test_a_commit_has_what_the_optimizer_does_not(directory: Path) -> None:
+    def begin(value: float) -> tuple[Any, TrainingOptimizer]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight.fill_(value)
+        optimizer = ADAMW([param for param in model.parameters() if param.requires_grad])
+        return offload_training(
+            model, optimizer, directory / "training", memory_budget="1MiB", commit="step"
+        )
+
+    model, optimizer = begin(0.0)
+    with optimizer.in_memory(model[0]), torch.no_grad():  # an average, or a teacher
+        model[0].weight.fill_(0.25)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.close()
+    again, optimizer = begin(1.0)
+    assert optimizer.resume() == 1
+    assert same(dict(again.state_dict()), expected)
+    assert expected["1.running_var"].ne(1.0).any()
+    optimizer.close()
+
+
+def test_what_in_memory_lends_is_a_copy(pair: Any) -> None:
+    expected, run = pair()
+    run.train(1)
+    with run.optimizer.in_memory(run.model.blocks[1]):
+        views = [param.detach()[:1] for param in run.model.blocks[1].parameters()]
+        kept = [view.clone() for view in views]
+    run.train(2)
+    assert same(views, kept)
+    for view in views:
+        view.zero_()
+    expected.train(3)
+    assert_same(expected, run)
 
 
 def test_a_commit_is_resumed_with_other_blocks_and_another_budget(directory: Path) -> None:

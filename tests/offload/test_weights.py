@@ -30,8 +30,8 @@ from tensorferry.offload import (
     scan,
     stream_weights,
 )
-from tensorferry.offload.swapper import AbsentParameter
 from tensorferry.offload.arena import Arena, round_to_pages
+from tensorferry.offload.swapper import AbsentParameter
 from tensorferry.safetensors import SafetensorError
 from tensorferry.transfer import pipeline
 from tests.safetensors.files import bytes_of, written
@@ -638,7 +638,9 @@ def test_a_weight_that_is_replaced_meanwhile_is_used_and_stays(stored: tuple[Mod
     for module, name in ((".", "positions"), ("shared", "weight"), ("recurrent", "bias_ih_l0")):
         model, expected = empty(), copy.deepcopy(whole)
         stream = stream_weights(model, directory, memory_budget="9MiB")
-        parts = [each if module == "." else each.get_submodule(module) for each in (model, expected)]
+        parts = [
+            each if module == "." else each.get_submodule(module) for each in (model, expected)
+        ]
         given = nn.Parameter(torch.rand(getattr(parts[1], name).shape), requires_grad=False)
         for part in parts:
             setattr(part, name, given)

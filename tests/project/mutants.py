@@ -39,6 +39,10 @@ def _mutant(name: str, invariant: str, file: str, old: str, new: str, *tests: st
     return Mutant(name, invariant, file, old, new, tests)
 
 
+_AGAIN = (
+    "a block that runs again in the backward pass gets what it got in the forward pass, or raises"
+)
+
 _STRIPED = (
     "a transfer of a striped file begins on all its drives or on none, and none of its "
     "files is shorter than its share"
@@ -222,10 +226,66 @@ MUTANTS = [
     _mutant(
         "buffers-of-a-block-are-copied-apart",
         _EXACT,
-        "src/tensorferry/offload/training.py",
-        "            values = _copies([value for *_, value in call.buffers])",
-        "            values = [value.clone() for *_, value in call.buffers]",
+        "src/tensorferry/offload/recompute.py",
+        "        if storage.data_ptr() not in storages:",
+        "        if True:",
         "tests/offload/test_training.py::test_buffers_that_share_memory",
+    ),
+    _mutant(
+        "a-block-finds-the-attributes-of-the-moment",
+        _AGAIN,
+        "src/tensorferry/offload/recompute.py",
+        "        self._set(_pytree.tree_unflatten(leaves, self._spec))\n",
+        "",
+        "tests/offload/test_training.py::test_a_block_that_runs_again_gets_what_it_got_before",
+    ),
+    _mutant(
+        "a-block-draws-other-numbers",
+        _AGAIN,
+        "src/tensorferry/offload/recompute.py",
+        "            set_state(state)\n        yield",
+        "            pass\n        yield",
+        "tests/offload/test_training.py::test_a_block_that_runs_again_gets_what_it_got_before",
+    ),
+    _mutant(
+        "a-block-may-change-its-arguments",
+        _AGAIN,
+        "src/tensorferry/offload/recompute.py",
+        "        if spec != self._spec or plain != self._leaves:",
+        "        if False:",
+        "tests/offload/test_training.py::test_a_block_that_changes_its_arguments_is_refused",
+    ),
+    _mutant(
+        "memory-that-a-view-uses-is-reused",
+        "no tensor sees the bytes of another slab",
+        "src/tensorferry/offload/holder.py",
+        "        return self._references() != self._unused",
+        "        return False",
+        "tests/offload/test_training.py::test_views_that_are_kept_stay_those_of_the_parameter",
+    ),
+    _mutant(
+        "what-is-lent-is-the-parameter-itself",
+        "no tensor sees the bytes of another slab",
+        "src/tensorferry/offload/training.py",
+        "            values = field.view(memory).to(self.device, copy=True)",
+        "            values = field.view(memory)",
+        "tests/offload/test_training.py::test_what_in_memory_lends_is_a_copy",
+    ),
+    _mutant(
+        "a-commit-forgets-buffers",
+        "a snapshot or commit is complete or absent",
+        "src/tensorferry/offload/training_optimizer.py",
+        '                buffer.copy_(record["buffers"][name])',
+        "                pass",
+        "tests/offload/test_training.py::test_a_commit_has_what_the_optimizer_does_not",
+    ),
+    _mutant(
+        "a-commit-forgets-frozen-parameters",
+        "a snapshot or commit is complete or absent",
+        "src/tensorferry/offload/training_optimizer.py",
+        'place in record["frozen"].items()}',
+        "place in ()}",
+        "tests/offload/test_training.py::test_a_commit_has_what_the_optimizer_does_not",
     ),
     _mutant(
         "failed-write-forgets-what-was-there",
@@ -1218,11 +1278,11 @@ MUTANTS = [
     ),
     _mutant(
         "absent-weights-are-computed-with",
-        "no computation uses a weight that is not in memory",
-        "src/tensorferry/offload/absent.py",
-        "        _refuse(args, kwargs or {}, str(func))\n",
-        "        return func(*[torch.zeros(one.shape) if type(one) is AbsentParameter else one for one in args])\n",
-        "tests/offload/test_weights.py::test_an_absent_weight_is_refused_where_python_is_not_asked",
+        "no computation uses a parameter that is not in memory",
+        "src/tensorferry/offload/swapper.py",
+        "            value = math.nan if",
+        "            value = 1 if",
+        "tests/offload/test_weights.py::test_an_absent_weight_is_nan_where_python_is_not_asked",
     ),
     _mutant(
         "a-row-that-comes-twice-is-given-once",

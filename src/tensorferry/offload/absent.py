@@ -1,7 +1,7 @@
 """Tensors whose values are not in memory: they have shape, dtype and device, and every other use raises.
 
-A tensor on the meta device would not be safe: torch (2.13) multiplies a CPU tensor by a meta tensor without an error and
-returns uninitialized memory, and inputs that are moved to a model's device would lose their values.
+A tensor on the meta device would not be safe: torch (2.13) multiplies a CPU tensor by a meta tensor without an error
+and returns uninitialized memory, and inputs that are moved to a model's device would lose their values.
 ``__torch_function__`` refuses the operations that Python calls, including access to memory (``data_ptr``). For the
 operations that it does not see, such as those of TorchScript, there are two kinds of absent tensors. Streamed weights
 and gradients are other objects than those in memory: they have no memory at all, and ``__torch_dispatch__`` refuses.
@@ -60,10 +60,11 @@ class Absent:
     ) -> Any:
         """Perform operations that do not need values, and raise for all others."""
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
+        is_absent = isinstance(first, Absent)
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            if not isinstance(first, Absent):
+            if not is_absent:
                 pass
             elif name in ("__get__", "__set__"):
                 of: Any = getattr(func, "__self__", None)

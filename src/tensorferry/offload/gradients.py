@@ -3,8 +3,8 @@
 While a gradient is on a drive, the parameter's ``grad`` is a :class:`StoredGradient`. Functions that clip, scale or
 zero gradients change each of them in the same way, whatever its values are. So the stand-in only records the change,
 and :meth:`StoredGradient.settle` makes it when the gradient is in memory the next time. Norms, which clipping needs
-first, are computed when the gradients arrive. With these two, ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` work
-as in memory and read no gradient.
+first, are computed when the gradients arrive. With these two, ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler``
+work as in memory and read no gradient.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StoredGradient(AbsentWrapper):
             targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             stored = [each for each in targets if isinstance(each, StoredGradient)]
             others = [each for each in targets if not isinstance(each, StoredGradient)]
-            numbers = {**dict(enumerate(args[1:])), **(kwargs or {})}
+            numbers: dict[Any, Any] = {**dict(enumerate(args[1:])), **(kwargs or {})}
             numbers_only = all(
                 type(each) is torch.Tensor and each.dim() == 0
                 if isinstance(each, torch.Tensor)

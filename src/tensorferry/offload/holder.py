@@ -1,8 +1,9 @@
 """Items of which some are in memory: read ahead of their use, kept while they are used, and written when they change.
 
-An *item* is the slab of a training or a streamed weight (``slabs.py``). Items are used in an order that repeats, and the
-last repetition predicts the next one (``scan.py``). All memory is one arena, allocated once. Some items stay in it. If
-memory is needed, the other item with the furthest next use leaves (Belady's rule); one with changes is written first.
+An *item* is the slab of a training or a streamed weight (``slabs.py``). Items are used in an order that repeats, and
+the last repetition predicts the next one (``scan.py``). All memory is one arena, allocated once. Some items stay in it.
+If memory is needed, the other item with the furthest next use leaves (Belady's rule); one with changes is written
+first.
 
 An item is *used* while any other tensor shares its memory: a parameter, a tensor that autograd has saved for the
 backward pass, or a view that a module, a hook or a closure keeps. The reference count of the item's storage shows that.

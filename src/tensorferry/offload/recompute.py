@@ -1,15 +1,20 @@
 """A block that runs in the forward pass and again in the backward pass, with the same inputs or not at all.
 
 The second run computes the activations that the first one did not keep (``torch.utils.checkpoint``), and gives the same
-gradients only if its inputs are the same: arguments, however they are passed and nested, buffers, and tensors in
-attributes of its modules. Autograd's own checks cannot show that, because a tensor that no operation has saved may
-change legally. So all inputs are compared by their bytes, and the second run raises if one has changed.
+gradients only if its inputs are the same: arguments, however they are passed and nested, and buffers and attributes of
+its modules. The second run gets them as they were before the first one. Autograd's own checks cannot show that a
+tensor has changed in place, because one that no operation has saved may change legally. So tensors are compared by
+their bytes, and the second run raises if one has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import pickle
+import random
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,7 @@ from tensorferry.offload.equality import same
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tensorferry.offload.slabs import ModuleUse
     from tensorferry.offload.training import TrainingSwapper
@@ -35,8 +40,8 @@ _CONSTANT = (
 )
 _REMEDY = "or use checkpoint_activations=False"
 
-# A tensor that a module of the block has: the dict with it, and its key there.
-_Place = tuple[dict[str, Any], str]
+# The attributes of modules that torch manages.
+_OF_TORCH = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
 class BlockCall:
@@ -50,6 +55,7 @@ class BlockCall:
         arguments: tuple[Any, Any],
     ) -> None:
         self._swapper, self._use, self._forward = swapper, use, forward
+        self._arguments: tuple[Any, Any] | None = arguments  # until the first run ends
         leaves, self._spec = _pytree.tree_flatten(arguments)
         # Tensors are arguments of checkpoint(), which keeps them. The others are here; None is the place of a tensor.
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -63,11 +69,12 @@ class BlockCall:
                     f"dicts, {_REMEDY}"
                 )
         self._versions = [slab.versions_now() for slab in use.slabs]
-        self._marks: list[Any] | None = None  # of the arguments of the first run; None before it
-        self._places: list[_Place] = []  # of tensors that the block's modules have
-        self._place_marks: list[Any] = []
-        # Copies of these tensors, if the first run has changed any of them.
+        self._attributes = _Attributes(use.module)
+        self._marks: list[Any] = []  # of tensors in arguments and attributes, before the first run
+        # Copies of the tensors in attributes, if the first run has changed any of them.
         self._copies: list[torch.Tensor] = []
+        # States of Python's and NumPy's random generators, if the first run has used them. torch restores its own.
+        self._random: list[Any] = []
 
     def run(self) -> Any:
         """Run the block in the forward pass, and return its outputs."""
@@ -76,64 +83,61 @@ class BlockCall:
         return call(self._run, *tensors, use_reentrant=False)
 
     def _run(self, *tensors: torch.Tensor) -> Any:
+        if self._arguments is not None:
+            return self._first_run(*self._arguments, tensors)
+        name, attributes = self._use.name, self._attributes
+        if self._versions != [slab.versions_now() for slab in self._use.slabs]:
+            raise RuntimeError(f"{name}: {STEPPED}")
+        compared = [*tensors, *([] if self._copies else attributes.tensors)]
+        if any(
+            mark is not None and mark != self._mark(tensor)
+            for mark, tensor in zip(self._marks, compared, strict=False)
+        ):
+            raise RuntimeError(
+                f"{name}: an argument, a buffer or a tensor in an attribute of this block has changed since the "
+                "forward pass, and the backward pass, which runs the block again, needs it as it was: give each call "
+                f"of the block tensors of its own (clone()), {_REMEDY}"
+            )
         each = iter(tensors)
         leaves = [
             next(each) if is_tensor else leaf
             for is_tensor, leaf in zip(self._is_tensor, self._leaves, strict=True)
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        run = functools.partial(self._forward, *args, **kwargs)
-        if self._marks is None:
-            self._marks = [self._mark(tensor) for tensor in tensors]
-            return self._first_run(run)
-        if self._versions != [slab.versions_now() for slab in self._use.slabs]:
-            raise RuntimeError(f"{self._use.name}: {STEPPED}")
-        now = [holder.get(key) for holder, key in self._places]
-        marks = [*self._marks, *(() if self._copies else self._place_marks)]
-        if any(
-            mark is not None and mark != self._mark(tensor)
-            for mark, tensor in zip(marks, [*tensors, *now], strict=False)
+        with (
+            attributes.as_before(_copies(self._copies)),
+            _random_states(self._random),
+            self._swapper.present_again(self._use),
         ):
-            raise RuntimeError(
-                f"{self._use.name}: an argument or a buffer of this block has changed since the forward pass, and "
-                "the backward pass, which runs the block again, needs it as it was: give each call of the block "
-                f"tensors of its own (clone()), {_REMEDY}"
-            )
-        # Give the block the values with which its first run began, and discard the changes that this run makes: the
-        # first run has already made them.
-        try:
-            for (holder, key), copy in zip(self._places, _copies(self._copies), strict=False):
-                holder[key] = copy
-            with self._swapper.present_again(self._use):
-                return run()
-        finally:
-            for (holder, key), tensor in zip(self._places, now, strict=True):
-                holder[key] = tensor
+            return self._forward(*args, **kwargs)
 
-    def _first_run(self, run: Callable[[], Any]) -> Any:
-        places = _places_in(self._use.module)
-        before = [holder[key] for holder, key in places]
-        copies = _copies(before)
-        marks = [self._mark(tensor) for tensor in before]
+    def _first_run(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        name, before = self._use.name, self._attributes.tensors
+        self._marks = [self._mark(tensor) for tensor in (*tensors, *before)]
+        copies, random_states = _copies(before), [get() for get, _ in _generators()]
         with self._swapper.present(self._use):
-            outputs = run()
+            outputs = self._forward(*args, **kwargs)
         if self._versions != [slab.versions_now() for slab in self._use.slabs]:
             raise RuntimeError(
-                f"{self._use.name}: forward() writes into its parameters, and would do so twice; remedy: "
+                f"{name}: forward() writes into its parameters, and would do so twice; remedy: "
                 "checkpoint_activations=False"
             )
-        if any(
-            holder.get(key) is not tensor or not same(tensor, copy)
-            for (holder, key), tensor, copy in zip(places, before, copies, strict=True)
-        ):
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if spec != self._spec or plain != self._leaves:
+            raise RuntimeError(
+                f"{name}: forward() changes a list or dict that it gets as an argument, and would do so twice; remedy: "
+                "checkpoint_activations=False"
+            )
+        if not all(map(same, before, copies)):
             self._copies = copies
-        self._places, self._place_marks = places, marks
+        if pickle.dumps(random_states) != pickle.dumps([get() for get, _ in _generators()]):
+            self._random = random_states
+        self._arguments = None
         return outputs
 
-    def _mark(self, tensor: torch.Tensor | None) -> Any:
+    def _mark(self, tensor: torch.Tensor) -> Any:
         """Return a value that is equal only for the same bytes; None for a parameter, whose version is checked."""
-        if tensor is None:
-            return ()
         if self._swapper.slab_at(tensor) is not None:
             return None
         plain = tensor.detach()
@@ -155,18 +159,68 @@ STEPPED = (
 )
 
 
-def _places_in(block: nn.Module) -> list[_Place]:
-    """Return the places of the tensors in a block, other than parameters: buffers and attributes."""
-    return [
-        (holder, key)
-        for module in block.modules()
-        for holder in (module._buffers, vars(module))
-        for key, value in holder.items()
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, nn.Parameter)
-        and value.layout == torch.strided
-        and not value.is_meta
-    ]
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Return the functions that get and set the states of random generators outside of torch."""
+    numpy = sys.modules.get("numpy.random")
+    found: list[Any] = [(random.getstate, random.setstate)]
+    return found if numpy is None else [*found, (numpy.get_state, numpy.set_state)]
+
+
+@contextlib.contextmanager
+def _random_states(states: Sequence[Any]) -> Iterator[None]:
+    """Set the states of random generators for a ``with`` block; with an empty sequence, do nothing."""
+    generators = _generators()
+    now = [get() for get, _ in generators[: len(states)]]
+    try:
+        for (_, set_state), state in zip(generators, states, strict=False):
+            set_state(state)
+        yield
+    finally:
+        for (_, set_state), state in zip(generators, now, strict=False):
+            set_state(state)
+
+
+class _Attributes:
+    """The attributes and buffers that the modules of a block have now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._owners = [
+            owner for module in block.modules() for owner in (vars(module), module._buffers)
+        ]
+        self._leaves, self._spec = _pytree.tree_flatten([self._own(each) for each in self._owners])
+        #: The tensors that may change in place.
+        self.tensors = [leaf for leaf in self._leaves if self._is_tensor(leaf)]
+
+    @contextlib.contextmanager
+    def as_before(self, copies: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Give the modules these attributes for a ``with`` block, with ``copies`` of the tensors if there are any."""
+        each = iter(copies or self.tensors)
+        leaves = [next(each) if self._is_tensor(leaf) else leaf for leaf in self._leaves]
+        now = [self._own(owner) for owner in self._owners]
+        self._set(_pytree.tree_unflatten(leaves, self._spec))
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, values: Sequence[dict[str, Any]]) -> None:
+        for owner, value in zip(self._owners, values, strict=True):
+            for name in self._own(owner).keys() - value.keys():
+                del owner[name]
+            owner.update(value)
+
+    @staticmethod
+    def _own(owner: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in owner.items() if name not in _OF_TORCH}
+
+    @staticmethod
+    def _is_tensor(leaf: Any) -> bool:
+        return (
+            isinstance(leaf, torch.Tensor)
+            and not isinstance(leaf, nn.Parameter)
+            and leaf.layout == torch.strided
+            and not leaf.is_meta
+        )
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """The division of a model's parameters, and of their gradients, into slabs, and the modules that use them.
 
-A slab is what is moved at a time: one parameter in files, or one tensor in a store, with consecutive parameters that are
-used by the same modules and are in the same group of the optimizer. A second slab has their gradients. The division
+A slab is what is moved at a time: one parameter in files, or one tensor in a store, with consecutive parameters that
+are used by the same modules and are in the same group of the optimizer. A second slab has their gradients. The division
 depends on the model, the blocks and the optimizer's groups, never on the memory budget. This module moves no data.
 """
 
@@ -81,9 +81,11 @@ class StoreSlab(Slab):
     name: str
 
     def read(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
+        """Begin to read the slab."""
         return [self.store.read(self.name, memory)]
 
     def write(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
+        """Begin to write the slab."""
         return [self.store.write(self.name, memory)]
 
 
@@ -184,13 +186,13 @@ class Plan:
         use_of: dict[nn.Module, ModuleUse] = {}
         for module, own, above in users(model, is_block):
             params = [each for part in own for each in part._parameters.values()]
-            params = [each for each in dict.fromkeys(params) if each is not None and each.numel()]
-            if params or is_block(module):
+            used = [each for each in dict.fromkeys(params) if each is not None and each.numel()]
+            if used or is_block(module):
                 outer = [use_of[each] for each in above if each in use_of]
                 use = ModuleUse(module, names[module] or "the model", is_block(module), outer)
                 use_of[module] = use
                 self.uses.append(use)
-                for param in params:
+                for param in used:
                     self.used.setdefault(param, []).append(use)
 
     def place(self, slabs: Iterable[Slab]) -> None:

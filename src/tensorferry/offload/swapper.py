@@ -62,11 +62,9 @@ class Swapper:
         self._turns = 0  # how often the thread holds the second lock
         self._is_in_pass = False
 
-    @contextlib.contextmanager
-    def access(self, *, defers: bool = False) -> Iterator[None]:
+    def access(self, *, defers: bool = False) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for work with slabs; with ``defers``, signals are deferred meanwhile."""
         raise NotImplementedError
-        yield
 
     def check_process(self) -> None:
         """Prepare for a use in a forked child, or raise."""
@@ -148,7 +146,7 @@ class Swapper:
             self.put_away(param)
         self.taken(slab, memory, has_changed=has_changed)
 
-    def taken(self, slab: Slab, memory: torch.Tensor, *, has_changed: bool) -> None:
+    def taken(self, slab: Slab, memory: torch.Tensor, *, has_changed: bool) -> None:  # noqa: ARG002
         """Keep the changes of parameters that had their values in ``memory``."""
         if has_changed:
             raise self.unchangeable(slab)

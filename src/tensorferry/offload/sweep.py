@@ -6,12 +6,12 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tensorferry.offload.calls import StepCalls, class_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    import torch
 
 
 @dataclass(eq=False)

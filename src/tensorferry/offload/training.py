@@ -45,7 +45,7 @@ _INCOMPLETE = (
     "a backward pass has failed or is still running, and gradients are incomplete: call optimizer.zero_grad() and "
     "repeat the passes"
 )
-_USED = "gradients of the previous step have been released: call optimizer.zero_grad() before the next backward() or step()"
+_USED = "gradients of the previous step have been released: call optimizer.zero_grad() before backward() or step()"
 
 # Free memory of the heap is returned to the system each time this many bytes have been freed.
 _TRIM_NBYTES = 32 << 20
@@ -100,8 +100,8 @@ class TrainingSwapper(Swapper):
 
     absent = TrainingParameter
     refusal = (
-        f"is on a drive, and {{}} needs its values: {_REMEDY}. If a module's forward() uses parameters of modules below "
-        "it, pass that module to offload_training() in blocks="
+        f"is on a drive, and {{}} needs its values: {_REMEDY}. If a module's forward() uses parameters of modules "
+        "below it, pass that module to offload_training() in blocks="
     )
     refused_copy = f"the model cannot be saved or copied as a whole: {_REMEDY}"
 
@@ -180,8 +180,9 @@ class TrainingSwapper(Swapper):
         for param, (slab, field) in self.plan.place_of.items():
             if isinstance(param, self.absent):
                 [memory] = self.holder.hold([slab])
-                param.__class__ = nn.Parameter
-                param.data = field.view(memory).clone()
+                given: torch.Tensor = param
+                given.__class__ = nn.Parameter
+                given.data = field.view(memory).clone()
 
     def close(self) -> None:
         """Release the memory, and the space of gradients on drives; parameters stay without values."""
@@ -303,7 +304,7 @@ class TrainingSwapper(Swapper):
                 hooked.register_hook(_refuse_second_order)
         return outputs
 
-    def check_run(self, name: str, args: Any, kwargs: Any) -> None:
+    def check_run(self, name: str, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         """Raise if a module cannot run now."""
         why = ""
         if recorded():
@@ -339,8 +340,8 @@ class TrainingSwapper(Swapper):
         offset = tensor.storage_offset() * tensor.itemsize
         # The parameter is the last one that begins at or before the offset.
         param = [param for param, field in slab.fields.items() if field.offset <= offset][-1]
-        place = offset, tensor.shape, tensor.stride(), tensor.dtype
-        return _Saved(slab, param, *place, param._version)
+        form = tensor.shape, tensor.stride(), tensor.dtype
+        return _Saved(slab, param, int(offset), *form, version=param._version)
 
     def _unpack(self, saved: Any) -> Any:
         """Return the tensor for the object that :meth:`_pack` returned."""

@@ -217,7 +217,8 @@ class TrainingOptimizer(OffloadedOptimizer):
         """Return the shapes and dtypes of frozen parameters and buffers."""
         model = self._swapper.plan.model
         frozen = self._frozen()
-        tensors = {name: each for name, each in model.named_parameters() if name in frozen}
+        params = model.named_parameters()
+        tensors: dict[str, torch.Tensor] = {name: each for name, each in params if name in frozen}
         tensors |= dict(model.named_buffers())
         return {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
 
@@ -230,6 +231,7 @@ class TrainingOptimizer(OffloadedOptimizer):
         return [("", 0) if place is None else (place[0].name, place[1].offset) for place in places]
 
     def _load(self, saved: Saved, *, with_params: bool) -> int:
+        saved.check_places(in_slabs=True)
         written = io.BytesIO(saved.tensor(_MODEL).numpy().tobytes())
         record: dict[str, Any] = torch.load(written, weights_only=True)
         there, here = record["forms"], self._forms()

@@ -119,8 +119,8 @@ class WeightStream(Owned, Swapper):
 
     absent = AbsentParameter
     refusal = (
-        "is not in memory, and {} needs its values: the model is streamed from files, for inference, and a weight is in "
-        "memory only while its module runs. If a module's forward() uses parameters of modules below it, pass the "
+        "is not in memory, and {} needs its values: the model is streamed from files, for inference, and a weight is "
+        "in memory only while its module runs. If a module's forward() uses parameters of modules below it, pass the "
         "module's class to stream_weights() in blocks=; to change or save weights, close() the stream first"
     )
     refused_copy = (
