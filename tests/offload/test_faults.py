@@ -1,5 +1,6 @@
 """Failing drives and Ctrl-C: a step is complete, or reports that it is not and can be completed."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -101,6 +102,29 @@ def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
     assert (caught.value.step, caught.value.finished) == (3, True)
     faultfs.clear()
     drive.retry()
+    whole(wanted, params, memory, drive, gradients)
+
+
+def test_a_barrier_reports_writes_that_failed_before_it(faultfs, offloaded):
+    wanted, params, memory, drive = pair(offloaded, path=faultfs.path)
+    nbytes = drive.stats()["state_nbytes"]
+    drive.close()
+    drive = offloaded(adamw(params), nbytes * 7 // 8, path=faultfs.path)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=2)
+    drive.drain()
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("write", error=errno.EIO))
+    with contextlib.suppress(OffloadError):
+        drive.step()
+    faultfs.clear()
+    for _ in range(2):
+        with pytest.raises(OffloadError):
+            drive.drain()
+    drive.retry()
+    drive.drain()
+    assert drive.steps == 3
     whole(wanted, params, memory, drive, gradients)
 
 

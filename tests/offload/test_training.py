@@ -1030,6 +1030,29 @@ def test_a_drive_that_does_not_write(both: tuple[Run, Run], faultfs: Any) -> Non
     whole(expected, run)
 
 
+def test_a_barrier_reports_writes_that_failed_before_it(
+    both: tuple[Run, Run], faultfs: Any
+) -> None:
+    expected, run = both
+    expected.train(1)
+    state, random = run.state_of_random, run.random.get_state()
+    faultfs.order(Fault("write", error=errno.EIO))
+    with pytest.raises(tensorferry.StorageError):
+        run.forward_and_backward()
+    faultfs.clear()
+    for _ in range(2):
+        with pytest.raises(OffloadError, match="retry"):
+            run.optimizer.drain()
+    run.optimizer.retry()
+    run.optimizer.drain()
+    run.optimizer.zero_grad()
+    run.losses = run.losses[: len(expected.losses) - 1]
+    run.state_of_random = state
+    run.random.set_state(random)
+    run.train(1)
+    whole(expected, run)
+
+
 def expected_steps(run: Run) -> int:
     steps = {int(each["step"]) for each in run.optimizer.state_dict()["state"].values()}
     [found] = steps

@@ -90,12 +90,15 @@ class Item:
         Whether the item leaves memory only if nothing else can.
     lasts : bool
         Whether the item is used during uses of others. Its memory should not lie between theirs.
+    failure : Exception or None
+        Why the last write of the changes has failed.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.number = 0
         self.stored = self.dirty = self.stays = self.lasts = False
+        self.failure: Exception | None = None
         self.place: _Place | None = None
         self.moving: Sequence[Future[Any]] = ()  # its read, or a write
         self.writes = False  # whether `moving` is a write
@@ -384,6 +387,7 @@ class Holder:
                     self._await(item)
                     self._leave(item)
             item.dirty = item.stored = False
+            item.failure = None
 
     def flush(self) -> None:
         """Write all changes, and wait for the writes; items stay in memory.
@@ -394,27 +398,23 @@ class Holder:
             The first failure; items that could not be written are still in memory.
         """
         with self.lock, self._guard():
-            failures: list[Exception] = []
             for item in self._items:
                 if item.dirty:
                     self._await(item)  # a write of an earlier version
                     try:
                         self._write(item, keep=True)
                     except StorageError as error:
-                        failures.append(error)
-            self.drain(failures)
+                        item.failure = error
+            self.drain()
 
-    def drain(self, failures: Sequence[Exception] = ()) -> None:
-        """Wait for all transfers in flight; raises like :meth:`flush`."""
-        failures = list(failures)
+    def drain(self) -> None:
+        """Wait for all transfers in flight; raises like :meth:`flush`, also for writes that failed before the call."""
         with self.lock, self._guard():
             while self._moving:
-                item = self._moving[0]
-                error = self._await(item)
-                if error is not None and item.dirty:
-                    failures.append(error)
-        if failures:
-            raise failures[0]
+                self._await(self._moving[0])
+            for item in self._items:
+                if item.failure is not None:
+                    raise item.failure
 
     def settle(self) -> bool:
         """Wait for transfers in flight, whatever their outcome; return whether tensors use memory of the arena."""
@@ -430,7 +430,7 @@ class Holder:
             item.moving, item.writes, item.keep = item.write(item.place.range), True, keep
             self._moving.append(item)
         else:
-            item.stored = False
+            item.stored, item.failure = False, None
         item.dirty = False
 
     def _reap(self) -> None:
@@ -454,8 +454,9 @@ class Holder:
             else:
                 self._leave(item)
         elif error is not None:
-            item.dirty = True
+            item.dirty, item.failure = True, error
         else:
+            item.failure = None
             self.counters.written_nbytes += item.nbytes
             item.stored = True
             # Through a tensor that is still there the bytes may change again.

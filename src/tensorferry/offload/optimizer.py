@@ -287,7 +287,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     )
                 self._go_on(sweep)
             with self._storing():
-                state.flush()
+                self._flush()
             self._commit_step()
 
     @property
@@ -1023,7 +1023,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     def _store_state(self) -> None:
         """Write all state to the store."""
         with self._guarded(), self._storing():
-            self._usable().flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        self._usable().flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the original optimizer's ``zero_grad``."""

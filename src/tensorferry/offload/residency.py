@@ -54,6 +54,7 @@ class Slot:
     keep: bool = False  # whether to keep the bucket in memory once it has been written
     held: bool = False  # whether the bucket is acquired and not yet released
     view: torch.Tensor | None = None  # the bucket's bytes in the arena
+    failure: Exception | None = None  # why its last write has failed
 
 
 @dataclass
@@ -236,29 +237,24 @@ class Residency:
         StorageError
             The first failure; buckets that could not be written are still in memory.
         """
-        first: Exception | None = None
         for slot in self._places:
             if slot.dirty and slot.writing is None:
-                first = self._write(slot, keep=True) or first
+                self._write(slot, keep=True)
         self.drain()
-        if first is not None:
-            raise first
 
     def drain(self) -> None:
-        """Wait for all writes in flight; raises like :meth:`flush`."""
-        first: Exception | None = None
+        """Wait for all writes in flight; raises like :meth:`flush`, also for writes that failed before the call."""
         while self._writing:
             self._await_oldest()
-            failure = self._reap()
-            first = first or failure
-        if first is not None:
-            raise first
+            self._reap()
+        self.check()
 
     def check(self) -> None:
-        """Raise the failure of a finished write, if there is one."""
-        failure = self._reap()
-        if failure is not None:
-            raise failure
+        """Raise the failure of a bucket's last write, if there is one."""
+        self._reap()
+        for slot in self._places:
+            if slot.failure is not None:
+                raise slot.failure
 
     def forget(self) -> None:
         """Delete all buckets, in memory and in the store."""
@@ -379,13 +375,13 @@ class Residency:
         """Begin to write a bucket; return the error if that is impossible, for example on a full disk."""
         slot.keep = keep
         if slot.bucket.nbytes == 0:
-            slot.dirty = False
-            slot.stored = False
+            slot.dirty = slot.stored = False
             return None
         try:
             assert slot.view is not None
             slot.writing = slot.bucket.write(self._store, slot.view)
         except StorageError as error:
+            slot.failure = error
             return error
         self._writing.append(slot)
         return None
@@ -398,6 +394,7 @@ class Residency:
             error = slot.writing.exception(0)
             slot.writing = None
             self._writing.remove(slot)
+            slot.failure = error
             if error is not None:
                 failure = failure or error
                 continue
@@ -420,7 +417,9 @@ class Residency:
         # A write is in flight, because the caller found neither free memory nor a bucket to evict: the arena has room
         # for all buckets that are acquired at the same time, so buckets that are being written have the rest of it.
         self._await_oldest()
-        self.check()
+        failure = self._reap()
+        if failure is not None:
+            raise failure
 
     def _await_oldest(self) -> None:
         oldest = self._writing[0].writing

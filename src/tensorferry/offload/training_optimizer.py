@@ -187,7 +187,6 @@ class TrainingOptimizer(OffloadedOptimizer):
         self._check_not_lent()
         super()._store_state()
         with self._guarded(), self._storing():
-            self._swapper.holder.flush()
             written = io.BytesIO()
             torch.save(
                 {
@@ -203,6 +202,10 @@ class TrainingOptimizer(OffloadedOptimizer):
                 self._model_bytes = written.getvalue()
                 memory = torch.frombuffer(bytearray(self._model_bytes), dtype=torch.uint8)
                 self._store.write(_MODEL, memory).result()
+
+    def _flush(self) -> None:
+        super()._flush()
+        self._swapper.holder.flush()
 
     def _frozen(self) -> dict[str, tuple[StoreSlab, int]]:
         """Return the places of parameters that the optimizer does not have, and that are not in the user's files."""
