@@ -60,9 +60,7 @@ def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
     return model, *train(model, optimizer, options)
 
 
-def train(
-    model: Any, optimizer: Any, options: argparse.Namespace
-) -> tuple[list[float], int]:
+def train(model: Any, optimizer: Any, options: argparse.Namespace) -> tuple[list[float], int]:
     """Train with the loop that all variants share. Return the losses and the peak memory in bytes."""
     import torch
 
