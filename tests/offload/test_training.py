@@ -540,6 +540,79 @@ def test_a_training_that_is_dropped_is_freed(directory: Path) -> None:
     assert [each() for each in there] == [None] * 2
 
 
+def test_gradients_that_the_user_keeps(pair: Any) -> None:
+    expected, run = pair()
+    kept = []
+    for each in (expected, run):
+        torch.manual_seed(5)
+        each.forward_and_backward()
+        params = [param for param in each.model.parameters() if param.grad is not None]
+        kept.append([param.grad for param in params])
+        for param in params:
+            param.grad = None
+        for param, grad in zip(params, kept[-1], strict=True):
+            param.grad = grad
+        norm = torch.linalg.vector_norm(params[0].grad)
+        norm.mul_(2)  # a result is the user's own
+        nn.utils.clip_grad_norm_(params, 0.1)
+        each.step()
+        each.optimizer.zero_grad(set_to_none=False)
+        each.train(1)
+    assert_same(expected, run)
+    run.forward_and_backward()
+    params = [param for param in run.model.parameters() if param.grad is not None]
+    earlier = [param.grad for param in params]
+    run.optimizer.zero_grad()
+    run.forward_and_backward()
+    for param, grad in zip(params, earlier, strict=True):
+        param.grad = grad
+    with pytest.raises(RuntimeError, match="released"):
+        run.step()
+    run.optimizer.zero_grad()
+    run.forward_and_backward()
+    norm = run.model.blocks[1].norm
+    norm.weight.grad = norm.bias.grad
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="is the gradient of"):
+        run.step()
+    assert same(dict(run.model.state_dict()), before)
+
+
+def test_gradients_that_hooks_keep(pair: Any) -> None:
+    both = pair()
+    kept: list[list[torch.Tensor]] = [[], []]
+    for run, found in zip(both, kept, strict=True):
+        torch.manual_seed(5)
+        run.forward_and_backward()
+        param = run.model.blocks[1].up.weight
+        handle = param.register_post_accumulate_grad_hook(
+            lambda param, found=found: found.append(param.grad)
+        )
+        run.forward_and_backward()
+        handle.remove()
+        run.optimizer.zero_grad()
+        run.train(1)
+    assert same(kept[0], kept[1])
+
+
+def test_what_is_detached_is_another_tensor(pair: Any) -> None:
+    expected, run = pair()
+    for each in (expected, run):
+        param = each.model.blocks[1].up.weight
+        for other in (param.detach(), param.data):
+            assert other is not param
+            assert not other.requires_grad
+            other.requires_grad_(False)
+        assert param.requires_grad
+        param.data.copy_(torch.ones(param.shape))
+        each.train(1)
+    assert_same(expected, run)
+    with pytest.raises(RuntimeError, match="is on a drive"):
+        param.to("cpu", copy=True)
+    with pytest.raises(RuntimeError, match="is on a drive"):
+        param.detach().sum()
+
+
 def test_parameters_in_memory_for_a_while(pair: Any) -> None:
     both = pair()
     for run in both:
@@ -756,10 +829,15 @@ class Remembers(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.factor, self.calls = 1.0, {"seen": [0.5]}
+        self.factor, self.calls, self.seen = 1.0, {"seen": [0.5]}, {0}
+        self.own = (random.Random(1), np.random.default_rng(1), torch.Generator().manual_seed(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         drawn = random.random() + float(np.random.random()) if self.training else 0.0
+        one, two, three = self.own
+        drawn += one.random() + float(two.random()) + torch.rand((), generator=three).item()
+        drawn += len(self.seen)
+        self.seen.add(len(self.seen))
         y = super().forward(x * self.factor * sum(self.calls["seen"]) + drawn)
         self.factor *= 1.5
         self.calls["seen"].append(drawn)

@@ -50,6 +50,10 @@ class Absent:
         """Return the message of the error for an operation."""
         raise NotImplementedError
 
+    def alias(self) -> Any:
+        """Return what ``detach()`` and ``data`` are: a tensor with the same values, of which none require gradients."""
+        return self
+
     @classmethod
     def __torch_function__(
         cls,
@@ -71,7 +75,7 @@ class Absent:
                 name = getattr(of, "__name__", "__cuda_array_interface__")
                 if len(args) == 1:
                     if name == "data":
-                        return first
+                        return first.alias()
                     if name not in _VALUE_ATTRIBUTES:
                         return func(*args, **kwargs)
                 elif name == "data":
@@ -87,8 +91,10 @@ class Absent:
                     first.shape, first.stride(), dtype=first.dtype, device="meta"
                 )
                 return func(like, *args[1:], **{"device": first.device, **kwargs})
+            elif name == "detach":
+                return first.alias()
             elif (
-                name in ("detach", "detach_")
+                (name == "detach_" and not first.requires_grad)
                 or (name == "requires_grad_" and first.requires_grad == _first(args, kwargs))
                 or (name in _CONVERSIONS and _changes_nothing(first, name, args[1:], kwargs))
             ):
@@ -139,8 +145,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _changes_nothing(absent: Any, name: str, args: Any, kwargs: Any) -> bool:
     like = torch.empty(0, dtype=absent.dtype, device=absent.device)
-    then = getattr(like, name)(*args, **kwargs)
-    return bool((then.dtype, then.device) == (like.dtype, like.device))
+    return getattr(like, name)(*args, **kwargs) is like
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

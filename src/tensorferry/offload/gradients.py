@@ -31,6 +31,7 @@ _CHANGES: dict[str, Callable[..., Any]] = {
     "_foreach_mul_": torch.Tensor.mul_,
     "_foreach_zero_": torch.Tensor.zero_,
 }
+_ZEROS = {"zero_", "_foreach_zero_"}
 _NORMS = {"linalg_vector_norm", "vector_norm"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -42,13 +43,13 @@ class StoredGradient(AbsentWrapper):
     ----------
     param : torch.Tensor
         The parameter.
-    is_used : bool
-        Whether the gradient belongs to a step that is complete. Its values no longer exist then.
+    is_released : bool
+        Whether the values no longer exist: a step has used them, or the parameter has got another gradient.
     """
 
     _swapper: weakref.ref[TrainingSwapper]
     param: torch.Tensor
-    is_used: bool
+    is_released: bool
     _pending: list[Callable[[torch.Tensor], object]]
     _norms: dict[float, torch.Tensor]
 
@@ -58,7 +59,7 @@ class StoredGradient(AbsentWrapper):
         found: StoredGradient = cls.made(
             tuple(param.shape), gradient_dtype(param), swapper.device, tuple(param.stride())
         )
-        found._swapper, found.param, found.is_used = weakref.ref(swapper), param, False
+        found._swapper, found.param, found.is_released = weakref.ref(swapper), param, False
         found._pending, found._norms = [], {}
         return found
 
@@ -70,10 +71,10 @@ class StoredGradient(AbsentWrapper):
 
     def refusal(self, operation: str) -> str:
         """Return the message of the error for an operation."""
-        if self.is_used:
+        if self.is_released:
             return (
-                f"the gradients of the previous step have been released, and {operation} needs one; call "
-                "optimizer.zero_grad() before the next backward()"
+                f"this gradient has been released, by a step or by a later gradient of its parameter, and {operation} "
+                "needs its values; call optimizer.zero_grad() before the next backward()"
             )
         return f"this gradient is on a drive, and {operation} needs its values: use `with optimizer.in_memory(module):`"
 
@@ -98,9 +99,11 @@ class StoredGradient(AbsentWrapper):
                 else each is None or isinstance(each, (int, float, str, bool))
                 for each in numbers.values()
             )
-            swapper = (
-                stored[0]._swapper() if stored and not any(g.is_used for g in stored) else None
-            )
+            swapper = stored[0]._swapper() if stored else None
+            if swapper is not None and name in _ZEROS:
+                swapper.revive(stored)
+            if any(each.is_released for each in stored):
+                swapper = None
             if swapper is not None and numbers_only:
                 if name in _NORMS:
                     if numbers.keys() <= {0, "ord"}:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CONSTANT = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
+    types.BuiltinFunctionType,
 )
 _REMEDY = "or use checkpoint_activations=False"
 
@@ -62,7 +62,8 @@ class BlockCall:
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         for leaf in self._leaves:
-            if not isinstance(leaf, _CONSTANT):
+            is_function = isinstance(leaf, types.FunctionType) and leaf.__closure__ is None
+            if not (is_function or isinstance(leaf, _CONSTANT)):
                 raise RuntimeError(
                     f"{use.name}: an argument is a {type(leaf).__name__}, which may change between the forward and "
                     "the backward pass, where the block runs again: pass tensors and numbers, in lists, tuples or "
@@ -105,8 +106,7 @@ class BlockCall:
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         with (
-            attributes.as_before(_copies(self._copies)),
-            _random_states(self._random),
+            attributes.as_before(_copies(self._copies), self._random),
             self._swapper.present_again(self._use),
         ):
             return self._forward(*args, **kwargs)
@@ -114,7 +114,7 @@ class BlockCall:
     def _first_run(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         name, before = self._use.name, self._attributes.tensors
         self._marks = [self._mark(tensor) for tensor in (*tensors, *before)]
-        copies, random_states = _copies(before), [get() for get, _ in _generators()]
+        copies, random_states = _copies(before), self._attributes.random_states()
         with self._swapper.present(self._use):
             outputs = self._forward(*args, **kwargs)
         if self._versions != [slab.versions_now() for slab in self._use.slabs]:
@@ -131,7 +131,7 @@ class BlockCall:
             )
         if not all(map(same, before, copies)):
             self._copies = copies
-        if pickle.dumps(random_states) != pickle.dumps([get() for get, _ in _generators()]):
+        if pickle.dumps(random_states) != pickle.dumps(self._attributes.random_states()):
             self._random = random_states
         self._arguments = None
         return outputs
@@ -159,25 +159,30 @@ STEPPED = (
 )
 
 
-def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return the functions that get and set the states of random generators outside of torch."""
-    numpy = sys.modules.get("numpy.random")
+def _generators(leaves: Sequence[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return functions that get and set the states of random generators: global ones, and those among leaves."""
+    numpy: Any = sys.modules.get("numpy.random")
     found: list[Any] = [(random.getstate, random.setstate)]
-    return found if numpy is None else [*found, (numpy.get_state, numpy.set_state)]
+    found += [] if numpy is None else [(numpy.get_state, numpy.set_state)]
+    for leaf in leaves:
+        if isinstance(leaf, random.Random):
+            found.append((leaf.getstate, leaf.setstate))
+        elif isinstance(leaf, torch.Generator) or (numpy and isinstance(leaf, numpy.RandomState)):
+            found.append((leaf.get_state, leaf.set_state))
+        elif numpy and isinstance(leaf, numpy.Generator):
+            bits = leaf.bit_generator
+            found.append(
+                (
+                    functools.partial(getattr, bits, "state"),
+                    functools.partial(setattr, bits, "state"),
+                )
+            )
+    return found
 
 
-@contextlib.contextmanager
-def _random_states(states: Sequence[Any]) -> Iterator[None]:
-    """Set the states of random generators for a ``with`` block; with an empty sequence, do nothing."""
-    generators = _generators()
-    now = [get() for get, _ in generators[: len(states)]]
-    try:
-        for (_, set_state), state in zip(generators, states, strict=False):
-            set_state(state)
-        yield
-    finally:
-        for (_, set_state), state in zip(generators, now, strict=False):
-            set_state(state)
+def _own_copy(leaf: Any) -> Any:
+    """Return a copy of a container of plain values, and any other leaf itself."""
+    return leaf.copy() if type(leaf) in (set, bytearray) else leaf
 
 
 class _Attributes:
@@ -187,21 +192,39 @@ class _Attributes:
         self._owners = [
             owner for module in block.modules() for owner in (vars(module), module._buffers)
         ]
-        self._leaves, self._spec = _pytree.tree_flatten([self._own(each) for each in self._owners])
+        leaves, self._spec = _pytree.tree_flatten([self._own(each) for each in self._owners])
+        self._leaves = list(map(_own_copy, leaves))
+        self._generators = _generators(leaves)
         #: The tensors that may change in place.
         self.tensors = [leaf for leaf in self._leaves if self._is_tensor(leaf)]
 
+    def random_states(self) -> list[Any]:
+        """Return the states of random generators."""
+        return [get() for get, _ in self._generators]
+
     @contextlib.contextmanager
-    def as_before(self, copies: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Give the modules these attributes for a ``with`` block, with ``copies`` of the tensors if there are any."""
+    def as_before(
+        self, copies: Sequence[torch.Tensor], random_states: Sequence[Any]
+    ) -> Iterator[None]:
+        """Give the modules these attributes for a ``with`` block.
+
+        If there are any, ``copies`` take the place of the tensors, and generators have ``random_states``.
+        """
         each = iter(copies or self.tensors)
-        leaves = [next(each) if self._is_tensor(leaf) else leaf for leaf in self._leaves]
+        leaves = [next(each) if self._is_tensor(leaf) else _own_copy(leaf) for leaf in self._leaves]
         now = [self._own(owner) for owner in self._owners]
-        self._set(_pytree.tree_unflatten(leaves, self._spec))
+        drawn = self.random_states() if random_states else []
         try:
+            self._set(_pytree.tree_unflatten(leaves, self._spec))
+            self._set_random(random_states)
             yield
         finally:
             self._set(now)
+            self._set_random(drawn)
+
+    def _set_random(self, states: Sequence[Any]) -> None:
+        for (_, set_state), state in zip(self._generators, states, strict=False):
+            set_state(state)
 
     def _set(self, values: Sequence[dict[str, Any]]) -> None:
         for owner, value in zip(self._owners, values, strict=True):

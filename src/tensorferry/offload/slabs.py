@@ -92,9 +92,14 @@ class StoreSlab(Slab):
 class GradientSlab(StoreSlab):
     """The gradients of a slab's parameters."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: The stand-ins for the parameters' last gradients.
+        self.stand_ins: dict[torch.Tensor, StoredGradient] = {}
+
     def has_contents(self) -> bool:
-        """Return whether a parameter has its gradient here."""
-        return any(StoredGradient.of(param) is not None for param in self.fields)
+        """Return whether a gradient is here, also one that is no parameter's ``grad`` at the moment."""
+        return not all(stored.is_released for stored in self.stand_ins.values())
 
 
 class FileSlab(Slab):

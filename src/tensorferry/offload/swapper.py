@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from tensorferry.offload.absent import Absent, Around
+from tensorferry.offload.absent import Absent, AbsentWrapper, Around
 from tensorferry.offload.matching import told
 
 if TYPE_CHECKING:
@@ -255,5 +255,35 @@ class AbsentParameter(Absent, nn.Parameter):
         like = torch.empty_strided(self.shape, self.stride(), device="meta")
         return like.is_contiguous(*args, **kwargs)
 
+    def alias(self) -> AbsentAlias:
+        """Return a tensor without values that does not require gradients."""
+        place = tuple(self.shape), self.dtype, self.device, self.stride()
+        found: AbsentAlias = AbsentAlias.made(*place)
+        found.param = self
+        return found
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<a parameter that is not in memory: {list(self.shape)}, {self.dtype}>"
+
+
+class AbsentAlias(AbsentWrapper):
+    """What ``detach()`` and ``data`` of an absent parameter return."""
+
+    param: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Set values, perform operations that do not need values, and raise for all others."""
+        if func is torch.Tensor.copy_ and isinstance(args[0], AbsentAlias):
+            with torch.no_grad():
+                args[0].param.copy_(*args[1:], **(kwargs or {}))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def refusal(self, operation: str) -> str:
+        """Return the message of the error for an operation."""
+        if isinstance(self.param, AbsentParameter):
+            return self.param.refusal(operation)
+        return f"{operation}: this tensor was taken from a parameter that had no values; take it anew"

@@ -386,8 +386,22 @@ class TrainingSwapper(Swapper):
         """Raise if gradients are incomplete, or belong to a step that is complete."""
         if self._graph is not None:
             raise RuntimeError(_INCOMPLETE)
-        if any(stored.is_used for stored in stored_gradients(self._accumulators)):
-            raise RuntimeError(_USED)
+        for param in self._accumulators:
+            stored = StoredGradient.of(param)
+            if stored is not None and stored.param is not param:
+                mine, other = self.plan.names[param], self.plan.names[stored.param]
+                raise RuntimeError(
+                    f"{mine}: its grad is the gradient of {other}, which is on a drive"
+                )
+            if stored is not None and stored.is_released:
+                raise RuntimeError(_USED)
+
+    def revive(self, gradients: Iterable[StoredGradient]) -> None:
+        """Give gradients that a step has released a place again: they are about to become zeros."""
+        for each in gradients:
+            slab = self.plan.place_of[each.param][0].gradients
+            if slab is not None and slab.stand_ins[each.param] is each:
+                each.is_released = False
 
     def _watch(self, param: Any) -> None:
         """Install the hooks of a parameter's gradient."""
@@ -420,7 +434,8 @@ class TrainingSwapper(Swapper):
             self._note_backward()
             stored = StoredGradient.of(param)
             if stored is not None:
-                self._expose(stored)
+                # A copy: hooks may keep the gradient.
+                self._expose(stored, copy=True)
             elif grad_of(param) is None:
                 self._exposed[param] = None
             # Otherwise a user has set the gradient, and it stays in the user's memory.
@@ -473,6 +488,9 @@ class TrainingSwapper(Swapper):
         slab.dirty = True
         if stored is None:
             stored = StoredGradient.for_param(self, param)
+            if param in slab.stand_ins:
+                slab.stand_ins[param].is_released = True
+            slab.stand_ins[param] = stored
         stored.note_norm(self._norm_type, view)
         set_grad(param, stored)
 
@@ -492,11 +510,11 @@ class TrainingSwapper(Swapper):
                 stored.settle(view)
         return view
 
-    def _expose(self, stored: StoredGradient) -> None:
+    def _expose(self, stored: StoredGradient, *, copy: bool = False) -> None:
         """Make a parameter's ``grad`` the gradient itself."""
         param = stored.param
         self._exposed[param] = stored
-        set_grad(param, self._settled(stored).to(self.device))
+        set_grad(param, self._settled(stored).to(self.device, copy=copy))
 
     def _hide_gradients(self, params: Iterable[torch.Tensor]) -> None:
         """Make the ``grad`` of parameters their stand-ins again."""
@@ -511,11 +529,11 @@ class TrainingSwapper(Swapper):
             if stored.known_norm(kind) is None:
                 # Read the slab once for all of its gradients.
                 slab, _ = self.plan.place_of[stored.param]
-                for each in stored_gradients(slab.fields):
+                for each in {*stored_gradients(slab.fields), stored}:
                     each.note_norm(kind, self._settled(each))
             found = stored.known_norm(kind)
             assert found is not None
-            return found
+            return found.clone()
 
     @torch.no_grad()
     def unscale(
@@ -573,7 +591,7 @@ class TrainingSwapper(Swapper):
             self._left.subtract(of_gradients)
             for gradients in of_gradients:
                 if not self._left[gradients]:
-                    self.holder.drop(gradients)
+                    self._release(gradients)
         self.give(self._stepped[0], change=True)
         for param in params or ():
             if param in self.plan.place_of:
@@ -589,13 +607,16 @@ class TrainingSwapper(Swapper):
 
     def end_step(self) -> None:
         """End a step and drop its gradients; their stand-ins stay until zero_grad()."""
-        for stored in stored_gradients(self._accumulators):
-            stored.is_used = True
         for slab in self.plan.slabs:
             if slab.gradients is not None:
-                self.holder.drop(slab.gradients)
+                self._release(slab.gradients)
         self._steps += 1
         self._is_open = False
+
+    def _release(self, slab: GradientSlab) -> None:
+        for stored in slab.stand_ins.values():
+            stored.is_released = True
+        self.holder.drop(slab)
 
     # Private copies
 
@@ -611,7 +632,7 @@ class TrainingSwapper(Swapper):
             [memory] = self.holder.hold([slab])
             values = field.view(memory).to(self.device, copy=True)
             stored = StoredGradient.of(param)
-            if stored is not None and not stored.is_used:
+            if stored is not None and not stored.is_released:
                 set_grad(param, self._settled(stored).to(self.device, copy=True))
             self.lent[param] = stored
             param.__class__ = nn.Parameter
@@ -648,7 +669,7 @@ class TrainingSwapper(Swapper):
                 else:
                     refused.append(self.unchangeable(slab))
             stored, grad = self.lent[param], grad_of(param)
-            if stored is not None and grad is not None and not stored.is_used:
+            if stored is not None and grad is not None and not stored.is_released:
                 try:
                     # With the same values this only restores the stand-in.
                     self._store(param, grad, stored)
