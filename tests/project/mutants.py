@@ -697,13 +697,32 @@ MUTANTS = [
         "a write and what cuts its file behind it begin together or not at all",
     ),
     _mutant(
-        "a-replaced-file-is-not-synced-once-it-has-a-name",
+        "a-new-file-is-not-durable-when-it-gets-its-name",
         "a file that is replaced atomically is the old one or the new one at every moment",
         "src/tensorferry/transfer/replacement.py",
-        "                os.fsync(self._descriptor)\n",
-        "                pass\n",
+        "array, sync=True, priority=priority",
+        "array, sync=False, priority=priority",
         "tests/transfers/test_power_cuts.py::"
         "test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut[ext2]",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-running-writer-is-removed",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "        if is_unlocked is False:\n            return\n",
+        "        is_unlocked = True\n",
+        "tests/transfers/test_temporary_files.py::test_a_running_writer_keeps_its_file",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-killed-writer-stays",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "                _remove_abandoned(self)\n",
+        "                pass\n",
+        "tests/transfers/test_temporary_files.py::"
+        "test_the_next_replacement_removes_what_a_killed_one_left[write]",
     ),
     _mutant(
         "commit-does-not-look-at-files",
@@ -718,7 +737,7 @@ MUTANTS = [
         "metadata-is-not-synced",
         "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
-        "        if sync:\n            os.fsync(file.fileno())\n",
+        "        if sync:\n            os.fsync(self.descriptor)\n",
         "",
         "tests/checkpoint/test_crash.py"
         "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",
