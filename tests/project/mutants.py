@@ -39,11 +39,6 @@ def _mutant(name: str, invariant: str, file: str, old: str, new: str, *tests: st
     return Mutant(name, invariant, file, old, new, tests)
 
 
-_STRIPED = (
-    "a transfer of a striped file begins on all its drives or on none, and none of its "
-    "files is shorter than its share"
-)
-
 _AHEAD = (
     "a pipeline delivers every read, in order, whatever interrupts it, and has no more in"
     " flight than the read-ahead"
@@ -1130,22 +1125,6 @@ MUTANTS = [
         "            if failure is not None:\n                raise own if",
         "            if failure is not None and rank == self.rank:\n                raise own if",
         "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
-    ),
-    _mutant(
-        "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "        if size is None or size >= needed:\n            return\n",
-        "        return\n",
-        "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
-    ),
-    _mutant(
-        "closing-does-not-wait-for-parts-to-be-submitted",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "lambda: self._submitting == 0",
-        "lambda: True",
-        "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
     ),
     _mutant(
         "chunks-are-verified-in-the-array",
