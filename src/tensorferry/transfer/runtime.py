@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import sys
+import threading
 import time
 import weakref
 from errno import EMFILE, ENFILE
@@ -41,12 +43,16 @@ _POLL_SECONDS = 0.05
 _NO_PROGRESS_SECONDS = 5.0
 _MAX_WAITS = 1024
 
+# The priority of multiprocessing's finalizers: those of the program run before ours.
+_LAST = -1_000_000
+
 _Result = TypeVar("_Result")
 
-# All schedulers that exist. The exit handler closes them.
+# All schedulers that exist. The exit handler waits for their transfers.
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
 _lock = module_lock()
 _default: _core.Scheduler | None = None
+_child = 0  # the process whose finalizers call finish_at_exit()
 
 
 def engines() -> dict[str, str | None]:
@@ -77,6 +83,7 @@ def start_scheduler(engine: str, settings: Settings) -> _core.Scheduler:
     block = settings.block_size
     large = _LARGE_BLOCK_NBYTES if block == DEFAULT_BLOCK_NBYTES else block
     how = settings.queue_depth, settings.intra_op_parallelism, settings.single_submit
+    _finish_with_child()
     scheduler = _core.Scheduler(engine, block, large, *how)
     _schedulers.add(scheduler)
     return scheduler
@@ -225,11 +232,38 @@ def warn_of_abandoned_io(what: str) -> None:
     )
 
 
-def _close_at_exit() -> None:
-    # Close all schedulers concurrently: if several drives hang, the exit waits for the time limit only once.
-    if not all(_core.close_together(list(_schedulers), CLOSE_PATIENCE_SECONDS)):
+def finish_at_exit() -> None:
+    """Wait for outstanding transfers, and warn of failures that no code asked for.
+
+    Schedulers stay open: exit handlers that the program registered before it imported this package run later, and
+    non-daemon threads of a child of multiprocessing end later. From now on an asynchronous call returns only when its
+    transfer has ended, because nothing waits for it later.
+    """
+    _core.begin_exit(futures.callback_thread())
+    # All schedulers are waited for at the same time: if several drives hang, that takes no longer than for one.
+    schedulers = list(_schedulers)
+    ended = _core.wait_together(schedulers, CLOSE_PATIENCE_SECONDS)
+    for scheduler, is_idle in zip(schedulers, ended, strict=True):
+        if not is_idle:
+            scheduler.close(0.0)
+    if not all(ended):
         warn_of_abandoned_io("outstanding I/O")
     futures.finish_at_exit()
 
 
-atexit.register(_close_at_exit)
+def _finish_with_child() -> None:
+    """In a child of multiprocessing, have its finalizers call :func:`finish_at_exit`: it ends by ``os._exit``."""
+    global _child
+    process, util = map(sys.modules.get, ("multiprocessing.process", "multiprocessing.util"))
+    if process is None or util is None or process.parent_process() is None:
+        return
+    if util.is_exiting():  # the finalizers have run, and the child waits for its last threads
+        _core.begin_exit(0)
+    elif _child != os.getpid():
+        util.Finalize(None, finish_at_exit, exitpriority=_LAST)
+        _child = os.getpid()
+
+
+atexit.register(finish_at_exit)
+if threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive():
+    _core.begin_exit(0)  # An exit handler imports this module, and Python calls no further ones.
