@@ -101,6 +101,7 @@ def write(
     through a few pinned bounce buffers: copies and writes overlap, and host memory of the array's size is not needed.
     """
     array, memory = _memory_of_argument(array, writable=False)
+    path = checked_path(path)
     past_cache, background = direct_mode(direct), in_background(priority)
     begin = checked_offset(0 if offset is None else offset, memory[1])
     if atomic:
@@ -109,7 +110,6 @@ def write(
         _check_atomic(truncate)
         if checksums is not None:
             checked(checksums)
-        path = checked_path(path)
         _write_atomically([(path, array)], sync, direct, priority, checksums)
         return
     transfer(
@@ -183,6 +183,7 @@ def read(
     arrived: work queued afterwards, on any stream, sees them.
     """
     array, memory = _memory_of_argument(array, writable=True)
+    path = checked_path(path)
     transfer(
         default_scheduler(),
         path,
@@ -306,7 +307,7 @@ def read_many(
     Parameters
     ----------
     items : iterable of (path, array) or (path, array, offset)
-        A file with several items is opened once.
+        A file with several items is opened once. No two arrays may share memory.
     direct, priority
         As for :func:`read`.
 

@@ -111,6 +111,8 @@ def transfer(
     failure = None if request is None else request.exception()
     if failure := failure or _failure_of_memory(memory, target, offset):
         raise failure
+    if checksums is not None:
+        checksums._has_succeeded = lambda: True
 
 
 def set_size(scheduler: _core.Scheduler, file: _core.File, nbytes: int) -> None:
@@ -157,6 +159,8 @@ def start(
         if checksums is not None and sums is not None:
             checksums._release(sums)
         raise
+    if checksums is not None:
+        checksums._has_succeeded = lambda: request.done() and request.exception() is None
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
     future._is_about(write, text_of(target), offset, memory[1])
     return future
@@ -311,9 +315,7 @@ def transfer_many(
     # valid.
     batch = _Batch(*_core.collect(items, not write, check))
     for at, path in enumerate(batch.paths):
-        if isinstance(path, int):
-            checked_descriptor(path, f"items[{at}]")
-        elif type(path) is not str or not path.isascii() or "\0" in path:
+        if type(path) is not str or not path.isascii() or "\0" in path:
             batch.paths[at] = checked_path(path, f"items[{at}]")
     files = _file_identities(batch.paths) if write else {}
     replaced = _replaced_paths(batch.paths, items, files) if truncate is None else frozenset()
