@@ -36,50 +36,6 @@ def open_in(directory: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("default_engine")
-@pytest.mark.parametrize("atomic", [False, True])
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("old_nbytes", [None, *SIZES])
-def test_without_an_offset_a_file_holds_what_was_written_and_nothing_else(
-    directory: pathlib.Path,
-    random_bytes: RandomBytes,
-    old_nbytes: int | None,
-    nbytes: int,
-    atomic: bool,
-) -> None:
-    one, many = directory / "one", directory / "many"
-    data = random_bytes(nbytes)
-    for path in (one, many):
-        if old_nbytes is not None:
-            random_bytes(old_nbytes).tofile(path)
-    tensorferry.write(one, data, atomic=atomic)
-    tensorferry.write_many([(many, data)], atomic=atomic)
-    for path in (one, many):
-        assert path.read_bytes() == data.tobytes()
-    assert len(list(directory.iterdir())) == 2
-
-
-def test_with_an_offset_or_told_not_to_a_write_leaves_the_rest_of_a_file(
-    directory: pathlib.Path,
-) -> None:
-    path = directory / "file"
-    for options, expected in [
-        ({"offset": 0}, b"12xxxxxxxx"),
-        ({"offset": 3}, b"xxx12xxxxx"),
-        ({"truncate": False}, b"12xxxxxxxx"),
-        ({"offset": 3, "truncate": True}, b"xxx12"),
-        ({"truncate": True}, b"12"),
-        ({}, b"12"),
-    ]:
-        path.write_bytes(b"x" * 10)
-        tensorferry.write(path, b"12", **options)  # type: ignore[arg-type]
-        assert path.read_bytes() == expected
-        path.write_bytes(b"x" * 10)
-        item = (path, b"12", options["offset"]) if "offset" in options else (path, b"12")
-        tensorferry.write_many([item], truncate=options.get("truncate"))
-        assert path.read_bytes() == expected
-
-
-@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("others", [0, 300])
 def test_of_one_call_each_file_with_a_whole_piece_is_ended_and_the_others_are_not(
     directory: pathlib.Path, random_bytes: RandomBytes, others: int
