@@ -732,7 +732,7 @@ MUTANTS = [
         "metadata-is-not-synced",
         "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
-        "        if sync:\n            os.fsync(self.descriptor)\n",
+        "    if sync:\n        os.fsync(descriptor)\n",
         "",
         "tests/checkpoint/test_crash.py"
         "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",

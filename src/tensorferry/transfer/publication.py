@@ -29,7 +29,6 @@ from tensorferry.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from io import FileIO
 
     from typing_extensions import Self
 
@@ -142,12 +141,7 @@ class Temporary(Owned):
 
     def write(self, *parts: bytes, sync: bool) -> None:
         """Write small data. With ``sync`` it is durable."""
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(self.descriptor, view) :]
-        if sync:
-            os.fsync(self.descriptor)
+        _write_all(self.descriptor, parts, sync)
 
     def rename(self, name: str) -> None:
         """Rename the file within its directory, where it replaces an existing one, and close it."""
@@ -181,9 +175,10 @@ class Temporary(Owned):
             with contextlib.suppress(OSError):
                 if self.name:
                     os.unlink(self.name, dir_fd=self.directory)
-                # Free the space now: a request in the traceback of an exception may keep the file open for long.
-                if self.descriptor >= 0 and os.fstat(self.descriptor).st_nlink == 0:
-                    os.ftruncate(self.descriptor, 0)
+                    # Free the space now: a request in the traceback of an exception may keep the file open for long. A
+                    # file that was renamed is never truncated, even if another one has replaced it.
+                    if self.descriptor >= 0 and os.fstat(self.descriptor).st_nlink == 0:
+                        os.ftruncate(self.descriptor, 0)
             self._forget_name()
             self.close()
         # The attribute is reset first: a second call, for example by a signal handler, must not close the same number
@@ -272,16 +267,16 @@ def write_temporary(path: Path, *parts: bytes, sync: bool) -> None:
     """Write a small temporary file for a later :func:`rename`; if this fails, the file is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with remove_on_error(path), open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
-        for part in parts:
-            _write_all(file, part)
-        if sync:
-            os.fsync(file.fileno())
+        _write_all(file.fileno(), parts, sync)
 
 
-def _write_all(file: FileIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+def _write_all(descriptor: int, parts: Iterable[bytes], sync: bool) -> None:
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    if sync:
+        os.fsync(descriptor)
 
 
 @contextlib.contextmanager
