@@ -729,6 +729,50 @@ MUTANTS = [
         "test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before",
     ),
     _mutant(
+        "a-child-of-multiprocessing-does-not-wait",
+        "what has begun is complete when the process has ended",
+        "src/tensorferry/transfer/runtime.py",
+        "        util.Finalize(None, finish_at_exit, exitpriority=_LAST)\n",
+        "",
+        "tests/transfers/test_exits.py::"
+        "test_what_has_begun_is_complete_when_the_process_has_ended[return-fork-no]",
+    ),
+    _mutant(
+        "calls-during-the-exit-do-not-wait",
+        "what has begun is complete when the process has ended",
+        "csrc/bindings/scheduler.cpp",
+        "  if (!last && is_exiting()) {",
+        "  if (false) {",
+        "tests/transfers/test_exits.py::"
+        "test_what_has_begun_is_complete_when_the_process_has_ended[in a finalizer-fork-no]",
+    ),
+    _mutant(
+        "checksums-are-given-when-all-bytes-have-them",
+        "checksums exist only of a transfer that has succeeded",
+        "src/tensorferry/transfer/checksums.py",
+        "        if sums is None or not self._has_succeeded():\n",
+        "        if sums is None:\n",
+        "tests/transfers/test_segments.py::test_a_transfer_that_fails_gives_no_checksums",
+    ),
+    _mutant(
+        "destinations-may-share-memory",
+        "no two destinations of one call share memory",
+        "csrc/bindings/collect.cpp",
+        "      if (other.begin - one.begin >= one.nbytes) continue;\n",
+        "      if (other.begin != one.begin) continue;\n",
+        "tests/transfers/test_segments.py::test_destinations_that_share_memory_are_refused",
+    ),
+    _mutant(
+        "obstore-continues-broken-responses",
+        "an object in a bucket is read as one version, and no byte of a response is trusted before "
+        "the response is complete",
+        "src/tensorferry/transfer/remote.py",
+        '"retry_config": {"max_retries": 0}',
+        '"retry_config": {"max_retries": 5}',
+        "tests/transfers/test_remote.py::"
+        "test_a_response_that_broke_off_is_not_continued_with_another_version",
+    ),
+    _mutant(
         "metadata-is-not-synced",
         "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
