@@ -304,12 +304,45 @@ class PlainArrays {
   Types types_ = Types::get();
 };
 
+// The destinations of one call. Blocks arrive in any order, so where two of them share memory, either could be
+// overwritten.
+class Destinations {
+ public:
+  void add(uintptr_t address, uint64_t nbytes, size_t index) {
+    if (nbytes > 0) ranges_.push_back({address, nbytes, index});
+  }
+
+  // Throws ValueError if two of them share memory. `name` is that of the list in the message.
+  void refuse_shared(const char* name) {
+    const auto begins_before = [](const Range& one, const Range& other) { return one.begin < other.begin; };
+    if (!std::is_sorted(ranges_.begin(), ranges_.end(), begins_before)) std::ranges::sort(ranges_, begins_before);
+    for (size_t at = 1; at < ranges_.size(); ++at) {
+      const Range& one = ranges_[at - 1];
+      const Range& other = ranges_[at];
+      if (other.begin - one.begin >= one.nbytes) continue;
+      const auto place = [&](size_t index) { return std::string(name) + "[" + std::to_string(index) + "]"; };
+      const std::string message = place(std::max(one.index, other.index)) + ": shares memory with " +
+                                  place(std::min(one.index, other.index)) + ", so one of them would get wrong bytes";
+      throw nb::value_error(message.c_str());
+    }
+  }
+
+ private:
+  struct Range {
+    uintptr_t begin;
+    uint64_t nbytes;
+    size_t index;
+  };
+  std::vector<Range> ranges_;
+};
+
 // Collect arrays, and integers (numbers of bytes of the file to pass over), as the memory of one transfer. For every
 // array that is not plain, `check(index, array)` is called: it returns (address, nbytes, owner, location) or raises.
 PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable check) {
   PlainArrays plain(writable);
   PySegments segments;
   segments.pieces.reserve(nb::len(arrays));
+  Destinations destinations;
   bool any_array = false;
   size_t index = 0;
   for (nb::handle array : arrays) {
@@ -330,16 +363,12 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
       throw nb::value_error("array: the items have more bytes than a file can hold");
     }
     segments.add({found.address, found.nbytes, location}, found.owner);
+    if (writable && gap < 0) destinations.add(found.address, found.nbytes, index);
     ++index;
   }
+  destinations.refuse_shared("array");
   if (index > 0 && !any_array)
     throw nb::type_error("array: all items are integers (bytes to pass over), so there is nothing to fill");
-  return segments;
-}
-
-PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::optional<Location> location) {
-  PySegments segments;
-  segments.add({address, nbytes, location}, owner);
   return segments;
 }
 
@@ -458,7 +487,8 @@ nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
   PlainArrays plain(writable);
   nb::list paths, addresses, sizes, offsets, owners, locations;
   bool any_elsewhere = false;
-  Py_ssize_t index = 0;
+  Destinations destinations;
+  size_t index = 0;
   for (nb::handle item : items) {
     PlainArray found;
     std::optional<uint64_t> offset = 0;
@@ -482,9 +512,12 @@ nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
       nb::object location = checked[5];
       any_elsewhere = any_elsewhere || !location.is_none();
       locations.append(location);
+      if (writable) found = {nb::cast<uintptr_t>(checked[1]), nb::cast<uint64_t>(checked[2]), {}};
     }
+    if (writable) destinations.add(found.address, found.nbytes, index);
     ++index;
   }
+  destinations.refuse_shared("items");
   return nb::make_tuple(paths, addresses, sizes, offsets, owners, any_elsewhere ? nb::object(locations) : nb::none());
 }
 
@@ -557,13 +590,8 @@ void bind_collect(nb::module_& module) {
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
       .def("moved", &any_moved)
-      .def_static("of", &of_one, "address"_a, "nbytes"_a, "owner"_a.none(), "location"_a.none())
       .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
-      .def("ranges", &ranges, "offset"_a)
-      .def("all_gaps", [](const PySegments& segments) {
-        return std::all_of(segments.pieces.begin(), segments.pieces.end(),
-                           [](const PySegments::Piece& piece) { return piece.address == 0; });
-      });
+      .def("ranges", &ranges, "offset"_a);
   module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "check"_a,
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "
                      "check: collections.abc.Callable[[int, typing.Any], "

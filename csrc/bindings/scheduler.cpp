@@ -108,6 +108,10 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
     }
     if (!last) request.core->seal();
   }
+  if (!last && is_exiting()) {  // nothing waits for the request later, or asks for its failure
+    (void)request.wait(std::nullopt);
+    if (!request.core->faults().empty()) raise(request.exception());
+  }
   nb::list found;
   for (const auto& [position, why] : prepared.refused) found.append(nb::make_tuple(position, exception_of(why)));
   return found;
@@ -220,28 +224,26 @@ bool PyScheduler::wait_for_progress(double timeout_seconds) {
   return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_for_progress(slice); });
 }
 
-std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
-                                              bool interruptible) {
-  struct Closing {
+std::vector<bool> PyScheduler::wait_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
+                                             bool interruptible) {
+  struct Waited {
     Scheduler& core;
     uint64_t seen;
     double left_seconds;
   };
-  std::vector<Closing> closing;
+  std::vector<Waited> waited;
   for (PyScheduler* scheduler : schedulers) {
     if (!scheduler->core_->belongs_to_this_process()) continue;
-    scheduler->closed_ = true;
-    scheduler->core_->refuse();
-    closing.push_back({*scheduler->core_, scheduler->core_->progress(), patience_seconds});
+    waited.push_back({*scheduler->core_, scheduler->core_->progress(), patience_seconds});
   }
   // The patience is counted down in steps rather than by the clock, so it does not expire while the process is stopped.
   const auto step = [&](milliseconds slice) {
-    const auto is_hung = [](const Closing& one) { return one.left_seconds <= 0; };
-    const auto is_over = [&](const Closing& one) { return is_hung(one) || one.core.wait_until_idle(milliseconds(0)); };
-    const auto first = std::find_if_not(closing.begin(), closing.end(), is_over);
-    if (first == closing.end()) return true;
+    const auto is_hung = [](const Waited& one) { return one.left_seconds <= 0; };
+    const auto is_over = [&](const Waited& one) { return is_hung(one) || one.core.wait_until_idle(milliseconds(0)); };
+    const auto first = std::find_if_not(waited.begin(), waited.end(), is_over);
+    if (first == waited.end()) return true;
     if (first->core.wait_until_idle(slice)) return false;
-    for (Closing& one : closing) {
+    for (Waited& one : waited) {
       const uint64_t now = one.core.progress();
       const bool moved = std::exchange(one.seen, now) != now;
       if (!is_hung(one)) one.left_seconds = moved ? patience_seconds : one.left_seconds - seconds(slice);
@@ -255,22 +257,26 @@ std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& s
     while (!step(signal_interval)) {
     }
   }
-  std::vector<bool> ended;
+  std::vector<bool> idle;
   for (PyScheduler* scheduler : schedulers) {
-    ended.push_back(!scheduler->core_->belongs_to_this_process() || scheduler->end());
+    const auto& core = scheduler->core_;
+    idle.push_back(!core->belongs_to_this_process() || core->wait_until_idle(milliseconds(0)));
   }
-  return ended;
+  return idle;
 }
 
-// Close the core, after the wait of close_together(). If requests are still outstanding, they hang: the references to
-// the owners of their memory are then never dropped.
-bool PyScheduler::end() {
+bool PyScheduler::close(double patience_seconds, bool interruptible) {
+  if (!core_->belongs_to_this_process()) return true;
+  closed_ = true;
+  core_->refuse();
+  (void)wait_together({this}, patience_seconds, interruptible);
   bool ended;
   {
     WithoutGil release;
     ended = core_->close();
   }
   reap();
+  // Outstanding requests hang: the references to the owners of their memory are then never dropped.
   if (!ended && !left_behind_.exchange(true)) new std::shared_ptr<Owners>(owners_);
   return ended;
 }
@@ -278,6 +284,11 @@ bool PyScheduler::end() {
 void PyScheduler::check_usable() const {
   if (!core_->belongs_to_this_process()) raise_forked("this handle or file");
   if (closed_) raise_closed();
+  if (!is_exiting()) return;
+  const nb::object thread = imported("threading", "current_thread")();
+  if (nb::cast<bool>(thread.attr("daemon")) && nb::cast<uint64_t>(thread.attr("ident")) != callback_thread_) {
+    raise_closed();
+  }
 }
 
 nb::dict PyScheduler::stats() const {
@@ -455,15 +466,17 @@ void bind_schedulers(nb::module_& module) {
            "interruptible"_a = false);
 
   module.def(
-      "close_together",
+      "wait_together",
       [](const nb::list& schedulers, double patience_seconds, bool interruptible) {
         std::vector<PyScheduler*> all;
         for (nb::handle scheduler : schedulers) all.push_back(nb::cast<PyScheduler*>(scheduler));
-        return PyScheduler::close_together(all, patience_seconds, interruptible);
+        return PyScheduler::wait_together(all, patience_seconds, interruptible);
       },
       "schedulers"_a, "patience_seconds"_a, "interruptible"_a = false,
-      nb::sig("def close_together(schedulers: list[Scheduler], patience_seconds: float, interruptible: bool = False) "
+      nb::sig("def wait_together(schedulers: list[Scheduler], patience_seconds: float, interruptible: bool = False) "
               "-> list[bool]"));
+  module.def("begin_exit", &PyScheduler::begin_exit, "callback_thread"_a);
+  module.def("is_exiting", &PyScheduler::is_exiting);
   module.def("probe_engines", &probe_engines);
   module.def("engine_names", [] {
     std::vector<std::string> names;

@@ -116,10 +116,12 @@ struct PyRequest {
     return found;
   }
 
-  // The exception of the failed item with the lowest position, or None.
+  // The exception of the failed item with the lowest position, which refers to the others, or None.
   nb::object exception() const {
-    if (core->faults().empty()) return nb::none();
-    return exception_of(core->faults().begin()->second);
+    nb::list found;
+    for (const auto& [position, fault] : core->faults()) found.append(exception_of(fault));
+    if (found.size() < 2) return found.size() == 0 ? nb::none() : nb::object(found[0]);
+    return call_python(imported("tensorferry.errors", "first_error"), found, "of this call");
   }
 };
 
@@ -164,14 +166,21 @@ class PyScheduler {
   // Refuse new requests, wait until the outstanding ones have ended, and end the workers. Gives up after
   // `patience_seconds` without progress. Returns whether every request has ended; the memory of a request that has not
   // is never released. If `interruptible`, a signal handler may raise an exception, and close() must be called again.
-  bool close(double patience_seconds, bool interruptible = false) {
-    return close_together({this}, patience_seconds, interruptible).front();
-  }
+  bool close(double patience_seconds, bool interruptible = false);
 
-  // Close several schedulers, waiting for all of them at the same time: if several of them hang, that takes no longer
-  // than for one.
-  static std::vector<bool> close_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
-                                          bool interruptible);
+  // Wait until nothing is outstanding in any of the schedulers, at the same time for all: if several of them hang, that
+  // takes no longer than for one. Returns whether each of them is idle.
+  static std::vector<bool> wait_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
+                                         bool interruptible);
+
+  // The process ends: from now on a call returns only when what it has begun has ended, because the process may not
+  // wait for anything again. Daemon threads, which do not end before the process, begin nothing any more, except for
+  // the one with the number `callback_thread`, which the exit waits for.
+  static void begin_exit(uint64_t callback_thread) {
+    callback_thread_ = callback_thread;
+    exiting_in_ = fork_generation();
+  }
+  static bool is_exiting() { return exiting_in_ == fork_generation(); }
 
   // Raise ValueError if the scheduler is closed, and RuntimeError in a forked child.
   void check_usable() const;
@@ -187,7 +196,8 @@ class PyScheduler {
  private:
   friend class PyStream;
 
-  bool end();  // close the core, after the wait of close_together()
+  static inline std::atomic<uint64_t> exiting_in_{UINT64_MAX};  // the process that ends, as its fork_generation()
+  static inline std::atomic<uint64_t> callback_thread_{0};
 
   [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
@@ -218,7 +228,7 @@ class PyScheduler {
   [[noreturn]] static void refuse(const Fault& fault);
 
   std::shared_ptr<Owners> owners_ = std::make_shared<Owners>();
-  std::atomic<bool> left_behind_{false};  // whether end() has leaked a reference to owners_, because a request hangs
+  std::atomic<bool> left_behind_{false};  // whether close() has leaked a reference to owners_, because a request hangs
 };
 
 void bind_schedulers(nb::module_& module);

@@ -200,9 +200,19 @@ class Making {
 
   explicit operator bool() const { return names_ != nullptr; }
 
+  bool is_new = false;  // whether the open has certainly created the file
+
  private:
   NamesMade* names_ = nullptr;
 };
+
+// Remove a file that this process has just created and does not use, unless the path names another file by now or
+// another process has written to it. Returns whether it was removed.
+bool remove_empty(const std::string& path, const FileIdentity& file) {
+  struct stat status;
+  return ::lstat(path.c_str(), &status) == 0 && FileIdentity{status.st_dev, status.st_ino} == file &&
+         status.st_size == 0 && ::unlink(path.c_str()) == 0;
+}
 
 // Open with O_CREAT. If the open may have created the name, `making` has begun at the return. If it has begun although
 // the name existed before, that costs one unnecessary sync of a directory. `status` is set if the properties of the
@@ -210,7 +220,9 @@ class Making {
 int open_creating(const char* path, int flags, mode_t mode, Making& making, std::optional<Status>& status) {
   if (flags & O_EXCL) {
     making.begin();
-    return open_path(path, flags, mode);
+    const int opened = open_path(path, flags, mode);
+    making.is_new = opened >= 0;
+    return opened;
   }
   const int found = open_path(path, flags & ~(O_CREAT | O_TRUNC));
   const int error_number = errno;
@@ -223,6 +235,7 @@ int open_creating(const char* path, int flags, mode_t mode, Making& making, std:
   making.begin();
   if (found < 0 && error_number == ENOENT) {
     const int fresh = open_path(path, flags | O_EXCL, mode);
+    making.is_new = fresh >= 0;
     if (fresh >= 0 || errno != EEXIST) return fresh;
   }
   // The call below is for these cases: the file must be truncated; or it belongs to another user, so an open with
@@ -488,6 +501,7 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   const InterruptionsReturned by_nobody(false);
   if (!status) status = status_of(descriptor);
   auto refused = status ? file->enable_direct(options.direct, *status, 0) : file->fault("statx", errno);
+  if (refused && making.is_new && remove_empty(path, file->identity_)) return *refused;
   if (making) making.made(file->identity_);  // the name exists even if the file is refused
   if (refused) return *refused;
   return file;
@@ -643,7 +657,7 @@ Result<std::optional<uint64_t>> File::size() const {
   return std::optional<uint64_t>(static_cast<uint64_t>(status.st_size));
 }
 
-std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool keep_size) {
+std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   if (!regular_ || nbytes == 0) return std::nullopt;
   if (was_opened_with(offset + nbytes)) return std::nullopt;
   struct stat status;
@@ -677,7 +691,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     return at_begin(fault("reserve space", errno));
   }
   // The blocks are reserved; if the size cannot be set now, the writes will set it.
-  if (!keep_size && fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
+  if (fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
     return at_begin(fault("reserve space", EINTR));
   }
   return std::nullopt;

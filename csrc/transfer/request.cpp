@@ -355,7 +355,7 @@ void Request::record(const Use& use, Fault fault) {
 
 void Request::announce() {
   const auto scheduler = this->scheduler();
-  scheduler->request_over(*this);
+  scheduler->count_request(*this);
   std::vector<Listener> listeners;
   {
     std::lock_guard lock(mutex_);
@@ -368,6 +368,8 @@ void Request::announce() {
     finished_.notify_all();
   }
   for (const auto& listener : listeners) listener();
+  // Only now, so that all requests are done, and all their listeners called, when the scheduler is idle.
+  scheduler->request_over(*this);
 }
 
 }  // namespace tensorferry

@@ -294,8 +294,11 @@ void Scheduler::one_more(Lane& lane) {
   ++outstanding_;
 }
 
-void Scheduler::request_over(const Request& request) {
+void Scheduler::count_request(const Request& request) {
   if (!request.faults().empty()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Scheduler::request_over(const Request& request) {
   std::shared_ptr<Request> kept;  // releasing it may destroy this scheduler
   {
     std::lock_guard lock(mutex_);

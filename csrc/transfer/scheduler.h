@@ -178,7 +178,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void one_more(Lane& lane);
   void one_less(Lane& lane);
 
-  // Forget a request that has ended completely. take_finished() will return its id.
+  // Count a request that is about to be done.
+  void count_request(const Request& request);
+  // Forget a request that is done. take_finished() will return its id.
   void request_over(const Request& request);
 
   // Make take_finished() return `id`, which is from next_request_id() but belongs to no request. The bindings keep the

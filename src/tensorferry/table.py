@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry import _core
 from tensorferry.base.checks import checked_offset, one_of
 from tensorferry.base.reprs import safe_repr
-from tensorferry.errors import StorageError, first_error, memory_moved
+from tensorferry.errors import StorageError, memory_moved
 from tensorferry.transfer.arrays import masked_type, memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.futures import Future
-from tensorferry.transfer.striped import FileRequests
+from tensorferry.transfer.requests import start_segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tensorferry.base.checks import Direct, Path
     from tensorferry.transfer.arrays import Memory
-    from tensorferry.transfer.files import Priority, TransferMethods
+    from tensorferry.transfer.files import Priority
 
 _MODES = ("r", "r+", "rb", "rb+", "r+b")
 
@@ -37,7 +37,7 @@ _MODES = ("r", "r+", "rb", "rb+", "r+b")
 class _Part(NamedTuple):
     """A part of a table: consecutive rows in one file."""
 
-    file: TransferMethods
+    file: File
     offset: int  # of the first row
     rows: int
 
@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
     ``offset`` on.
     """
 
-    file: TransferMethods
+    file: File
     segments: _core.Segments
     offset: int
 
@@ -63,8 +63,8 @@ class Table:
 
     Parameters
     ----------
-    path : str, bytes, PathLike, or a sequence of them
-        The file. Several paths are one striped file over several drives, as for :func:`tensorferry.open`.
+    path : str, bytes or PathLike
+        The file.
     shape : sequence of int
         The shape of the table: the number of rows, followed by the shape of a row, which may be empty.
     dtype : torch.dtype, numpy.dtype, or a name of one
@@ -73,7 +73,7 @@ class Table:
         The file offset of the first row in bytes.
     mode : "r" or "r+"
         "r" opens the table for reading, "r+" for reading and writing.
-    direct, stripe_nbytes, engine, block_size, queue_depth
+    direct, engine, block_size, queue_depth
         As for :func:`tensorferry.open`.
 
     Raises
@@ -91,14 +91,13 @@ class Table:
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: Path,
         shape: Sequence[int],
         dtype: Any,
         offset: int = 0,
         *,
         mode: str = "r",
         direct: Direct = "auto",
-        stripe_nbytes: int | None = None,
         engine: str | None = None,
         block_size: int | None = None,
         queue_depth: int | None = None,
@@ -106,15 +105,8 @@ class Table:
         one_of(mode, "mode", _MODES)
         self._describe(shape, dtype)
         offset = checked_offset(offset, self._shape[0] * self._row_nbytes)
-        opened: Any = open_file  # Any: mypy cannot choose an overload for one path or several
-        file = opened(
-            path,
-            mode,
-            direct=direct,
-            stripe_nbytes=stripe_nbytes,
-            engine=engine,
-            block_size=block_size,
-            queue_depth=queue_depth,
+        file = open_file(
+            path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth
         )
         self._set_parts([_Part(file, offset, self._shape[0])])
 
@@ -193,7 +185,7 @@ class Table:
         try:
             for part in parts:
                 nbytes = part.offset + part.rows * self._row_nbytes
-                size: int = part.file.size  # type: ignore[attr-defined]
+                size: int = part.file.size
                 if nbytes > size:
                     raise ValueError(
                         f"shape: {part.rows} rows of {self._row_nbytes} bytes at offset {part.offset} end at "
@@ -221,7 +213,7 @@ class Table:
     @property
     def closed(self) -> bool:
         """Whether the table has been closed."""
-        return all(file.closed for file in self._files)  # type: ignore[attr-defined]
+        return all(file.closed for file in self._files)
 
     def __len__(self) -> int:
         return self._shape[0]
@@ -340,7 +332,7 @@ class Table:
 
     def __enter__(self) -> Table:
         for file in self._files:
-            file.__enter__()  # type: ignore[attr-defined]
+            file.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -380,7 +372,7 @@ class Table:
 
     def _row_numbers(self, ids: Any) -> _Numbers:
         for file in self._files:
-            file.__enter__()  # type: ignore[attr-defined]  # raises if the file is closed
+            file.__enter__()  # raises if the file is closed
         return _numbers_of(ids, self._shape[0])
 
     def _parts_of(self, numbers: _Numbers, memory: Memory, *, write: bool) -> list[_Rows]:
@@ -424,24 +416,15 @@ class Table:
     # Several files
 
     def _start(self, out: Any, target: Any, parts: list[_Rows], background: bool) -> Future[Any]:
-        """Start to read the rows of each file. If a submission fails, cancel the others and raise."""
-
-        def failure(failed: list[tuple[int, StorageError]], *_: int) -> StorageError:
-            return first_error([error for _, error in failed], "of its files")
-
+        """Start to read the rows of each file, in one request: all files of a table have the same scheduler."""
         future = Future(out, target)
-        requests = FileRequests(failure, target.nbytes)
-        try:
-            for at, (file, segments, offset) in enumerate(parts):
-                assert isinstance(file, File)  # a striped file is always the only file of a table
-                core = file._open_file(reading=True)
-                requests.submit(
-                    *(at, file._scheduler, core, segments, offset, future), background=background
-                )
-        except BaseException as error:
-            requests.cancel_and_wait(error)
-            raise
-        future._start(requests, lambda: _failure_of_memory(target, parts))
+        request = start_segments(
+            self._files[0]._scheduler,
+            [(file._open_file(reading=True), segments, at) for file, segments, at in parts],
+            future,
+            background=background,
+        )
+        future._start(request, lambda: _failure_of_memory(target, parts))
         for file in self._files:
             file._pending.add(future)
         return future
@@ -533,8 +516,8 @@ def _torch_dtype_of(dtype: Any) -> Any:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _name_of(file: TransferMethods) -> str:
-    return repr(file.path if isinstance(file, File) else list(file.paths))  # type: ignore[attr-defined]
+def _name_of(file: File) -> str:
+    return repr(file.path)
 
 
 def _failure_of_memory(target: Any, parts: Iterable[_Rows]) -> StorageError | None:

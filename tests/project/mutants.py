@@ -43,11 +43,6 @@ _AGAIN = (
     "a block that runs again in the backward pass gets what it got in the forward pass, or raises"
 )
 
-_STRIPED = (
-    "a transfer of a striped file begins on all its drives or on none, and none of its "
-    "files is shorter than its share"
-)
-
 _AHEAD = (
     "a pipeline delivers every read, in order, whatever interrupts it, and has no more in"
     " flight than the read-ahead"
@@ -439,8 +434,8 @@ MUTANTS = [
         "many-does-not-wait-after-a-failure",
         "with the result, the memory belongs to the caller again",
         "src/tensorferry/transfer/requests.py",
-        "            for request in requests:\n                request.wait(None)\n        raise",
-        "            pass\n        raise",
+        "        if isinstance(error, Exception):\n            request.wait(None)\n        raise",
+        "        raise",
         "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
     ),
     _mutant(
@@ -796,13 +791,32 @@ MUTANTS = [
         "a write and what cuts its file behind it begin together or not at all",
     ),
     _mutant(
-        "a-replaced-file-is-not-synced-once-it-has-a-name",
+        "a-new-file-is-not-durable-when-it-gets-its-name",
         "a file that is replaced atomically is the old one or the new one at every moment",
         "src/tensorferry/transfer/replacement.py",
-        "                os.fsync(self._descriptor)\n",
-        "                pass\n",
+        "array, sync=True, priority=priority",
+        "array, sync=False, priority=priority",
         "tests/transfers/test_power_cuts.py::"
         "test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut[ext2]",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-running-writer-is-removed",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "        if is_unlocked is False:\n            return\n",
+        "        is_unlocked = True\n",
+        "tests/transfers/test_temporary_files.py::test_a_running_writer_keeps_its_file",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-killed-writer-stays",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "                _remove_abandoned(self)\n",
+        "                pass\n",
+        "tests/transfers/test_temporary_files.py::"
+        "test_the_next_replacement_removes_what_a_killed_one_left[write]",
     ),
     _mutant(
         "commit-does-not-look-at-files",
@@ -814,10 +828,54 @@ MUTANTS = [
         "test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before",
     ),
     _mutant(
+        "a-child-of-multiprocessing-does-not-wait",
+        "what has begun is complete when the process has ended",
+        "src/tensorferry/transfer/runtime.py",
+        "        util.Finalize(None, finish_at_exit, exitpriority=_LAST)\n",
+        "",
+        "tests/transfers/test_exits.py::"
+        "test_what_has_begun_is_complete_when_the_process_has_ended[return-fork-no]",
+    ),
+    _mutant(
+        "calls-during-the-exit-do-not-wait",
+        "what has begun is complete when the process has ended",
+        "csrc/bindings/scheduler.cpp",
+        "  if (!last && is_exiting()) {",
+        "  if (false) {",
+        "tests/transfers/test_exits.py::"
+        "test_what_has_begun_is_complete_when_the_process_has_ended[in a finalizer-fork-no]",
+    ),
+    _mutant(
+        "checksums-are-given-when-all-bytes-have-them",
+        "checksums exist only of a transfer that has succeeded",
+        "src/tensorferry/transfer/checksums.py",
+        "        if sums is None or not self._has_succeeded():\n",
+        "        if sums is None:\n",
+        "tests/transfers/test_segments.py::test_a_transfer_that_fails_gives_no_checksums",
+    ),
+    _mutant(
+        "destinations-may-share-memory",
+        "no two destinations of one call share memory",
+        "csrc/bindings/collect.cpp",
+        "      if (other.begin - one.begin >= one.nbytes) continue;\n",
+        "      if (other.begin != one.begin) continue;\n",
+        "tests/transfers/test_segments.py::test_destinations_that_share_memory_are_refused",
+    ),
+    _mutant(
+        "obstore-continues-broken-responses",
+        "an object in a bucket is read as one version, and no byte of a response is trusted before "
+        "the response is complete",
+        "src/tensorferry/transfer/remote.py",
+        '"retry_config": {"max_retries": 0}',
+        '"retry_config": {"max_retries": 5}',
+        "tests/transfers/test_remote.py::"
+        "test_a_response_that_broke_off_is_not_continued_with_another_version",
+    ),
+    _mutant(
         "metadata-is-not-synced",
         "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
-        "        if sync:\n            os.fsync(file.fileno())\n",
+        "    if sync:\n        os.fsync(descriptor)\n",
         "",
         "tests/checkpoint/test_crash.py"
         "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",
@@ -956,20 +1014,20 @@ MUTANTS = [
         "tests/checkpoint/test_reading.py::test_a_load_that_failed_touches_no_tensor_any_more",
     ),
     _mutant(
-        "winner-of-the-sweep-is-stored",
-        "noise is never stored as a profile",
+        "winner-of-the-sweep-is-chosen",
+        "noise is never taken for faster settings",
         "src/tensorferry/tuning/deciding.py",
         "    proven = low > 0 and mean >= math.log(GAIN_MIN)\n",
         "    proven = mean >= math.log(GAIN_MIN)\n",
         "tests/tuning/test_deciding.py::test_settings_that_do_not_differ_are_almost_never_preferred",
     ),
     _mutant(
-        "tuned-engine-that-is-gone-is-an-error",
-        "a profile never breaks a training",
-        "src/tensorferry/transfer/profile_schedulers.py",
-        "        except EngineUnavailableError:",
-        "        except ZeroDivisionError:",
-        "tests/tuning/test_profiles.py::test_an_engine_that_cannot_be_had_here_is_replaced",
+        "an-explicit-setting-loses-to-the-environment",
+        "an explicit setting takes precedence over the environment, and a bad variable is refused",
+        "src/tensorferry/transfer/settings.py",
+        "    if value is not None:\n",
+        "    if value is not None and not os.environ.get(_variable(name)):\n",
+        "tests/transfers/test_settings.py::test_an_explicit_setting_wins_over_the_environment",
     ),
     _mutant(
         "orphans-do-not-clean-up",
@@ -1210,22 +1268,6 @@ MUTANTS = [
         "            if failure is not None:\n                raise own if",
         "            if failure is not None and rank == self.rank:\n                raise own if",
         "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
-    ),
-    _mutant(
-        "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "        if size is None or size >= needed:\n            return\n",
-        "        return\n",
-        "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
-    ),
-    _mutant(
-        "closing-does-not-wait-for-parts-to-be-submitted",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "lambda: self._submitting == 0",
-        "lambda: True",
-        "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
     ),
     _mutant(
         "chunks-are-verified-in-the-array",

@@ -44,35 +44,27 @@ numbers = st.one_of(
 
 
 class Place:
-    """A table of random rows in a new file, or over several."""
+    """A table of random rows in a new file."""
 
-    def __init__(
-        self, directory: pathlib.Path, rows: int, row_nbytes: int, offset: int, count: int
-    ) -> None:
+    def __init__(self, directory: pathlib.Path, rows: int, row_nbytes: int, offset: int) -> None:
         page_cache.let_go()  # of the file that was there
         generator = np.random.default_rng(rows * row_nbytes + offset)
         self.array = generator.integers(0, 256, (rows, row_nbytes), np.uint8)
         self.offset = offset
-        self.paths = [directory / f"part{at}" for at in range(count)]
-        self.path: Any = self.paths[0] if count == 1 else self.paths
-        with tensorferry.open(self.path, "w", **self.stripes) as file:
+        self.path = directory / "part"
+        with tensorferry.open(self.path, "w") as file:
             behind = b"behind" * 2000
             file.write([bytes(offset), self.array, behind])
 
-    @property
-    def stripes(self) -> dict[str, Any]:
-        return {} if len(self.paths) == 1 else {"stripe_nbytes": 8192}
-
     def open(self, **options: Any) -> Table:
-        return Table(self.path, self.array.shape, np.uint8, self.offset, **self.stripes, **options)
+        return Table(self.path, self.array.shape, np.uint8, self.offset, **options)
 
     def make(self, state: str) -> None:
-        """Bring the whole table, nothing, or the first half of each file into the page cache."""
-        for path in self.paths:
-            page_cache.make_cold(path)
-            nbytes = path.stat().st_size
-            if state != "cold" and nbytes > 0:
-                page_cache.make_warm(path, 0, nbytes if state == "warm" else nbytes // 2)
+        """Bring the whole table, nothing, or its first half into the page cache."""
+        page_cache.make_cold(self.path)
+        nbytes = self.path.stat().st_size
+        if state != "cold" and nbytes > 0:
+            page_cache.make_warm(self.path, 0, nbytes if state == "warm" else nbytes // 2)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +74,7 @@ def _let_go() -> Iterator[None]:
 
 
 def small(directory: pathlib.Path, **options: Any) -> Place:
-    return Place(directory, **{"rows": 100, "row_nbytes": 300, "offset": 7, "count": 1} | options)
+    return Place(directory, **{"rows": 100, "row_nbytes": 300, "offset": 7} | options)
 
 
 @settings(max_examples=examples(100))
@@ -92,7 +84,6 @@ def small(directory: pathlib.Path, **options: Any) -> Place:
     offset=st.sampled_from([0, 1, 512, 4000, 8192]),
     chosen=numbers,
     negative=st.booleans(),
-    count=st.sampled_from([1, 1, 3]),
     direct=st.sampled_from(["auto", "auto", True, False]),
     state=st.sampled_from(["cold", "warm", "half"]),
     misalignment=st.sampled_from([0, 64]),
@@ -106,14 +97,13 @@ def test_rows_are_those_that_an_index_chooses(
     offset: int,
     chosen: list[int],
     negative: bool,
-    count: int,
     direct: Any,
     state: str,
     misalignment: int,
     waits: bool,
 ) -> None:
     rows = min(rows, max(1, 2_000_000 // row_nbytes))
-    place = Place(directory, rows, row_nbytes, offset, count)
+    place = Place(directory, rows, row_nbytes, offset)
     ids = np.array(
         [number % rows - rows * (negative and number % 3 == 0) for number in chosen], np.int64
     )
@@ -135,7 +125,6 @@ def test_rows_are_those_that_an_index_chooses(
     row_nbytes=row_sizes,
     chosen=numbers,
     offset=st.sampled_from([0, 1, 4096]),
-    count=st.sampled_from([1, 3]),
     direct=st.sampled_from(["auto", False]),
     sync=st.booleans(),
 )
@@ -145,12 +134,11 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
     row_nbytes: int,
     chosen: list[int],
     offset: int,
-    count: int,
     direct: Any,
     sync: bool,
 ) -> None:
     rows = min(200, max(1, 2_000_000 // row_nbytes))
-    place = Place(directory, rows, row_nbytes, offset, count)
+    place = Place(directory, rows, row_nbytes, offset)
     ids = [number % rows - rows * (number % 2) for number in chosen]
     new = np.random.default_rng(len(ids)).integers(0, 256, (len(ids), row_nbytes), np.uint8)
     with place.open(mode="r+", engine=engine, direct=direct) as table:
@@ -158,7 +146,7 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
         for number, row in zip(ids, new, strict=True):
             place.array[number] = row
         np.testing.assert_array_equal(table.gather(range(rows)), place.array)
-    with tensorferry.open(place.path, **place.stripes) as file:
+    with tensorferry.open(place.path) as file:
         around = file.read(np.empty(file.size, np.uint8))
     assert not around[:offset].any()
     assert around[offset + place.array.nbytes :].tobytes() == b"behind" * 2000
@@ -326,6 +314,20 @@ def test_rows_of_a_sharded_model_follow_each_other(
         Table.from_safetensors(model, "part3")
 
 
+def test_failures_of_several_files_are_all_told(default_engine: str, faultfs: FaultFS) -> None:
+    safetensors = pytest.importorskip("tensorferry.safetensors.torch")
+    paths = [faultfs.path / f"{name}.safetensors" for name in "ab"]
+    for path in paths:
+        safetensors.save_file({path.stem: torch.ones(50, 3)}, path)
+    with Table.from_safetensors(paths, ["a", "b"]) as table:
+        faultfs.order(Fault("read", error=errno.EIO))
+        for call in (table.gather, lambda ids: table.gather_async(ids).result()):
+            with pytest.raises(StorageError, match="1 more of this call failed too") as caught:
+                call([3, 60])
+            failed = [caught.value, *caught.value.others]
+            assert [error.filename for error in failed] == [str(path) for path in paths]
+
+
 async def _awaited(table: Table, ids: Any) -> Any:
     async with table:
         return await table.gather_async(ids)
@@ -382,7 +384,7 @@ def test_a_file_that_became_shorter_is_told(
 
 
 def test_pages_that_hold_nothing_wanted_are_not_read(engine: str, directory: pathlib.Path) -> None:
-    place = Place(directory, rows=2000, row_nbytes=3000, offset=0, count=1)
+    place = Place(directory, rows=2000, row_nbytes=3000, offset=0)
     place.make("cold")
     ids = np.random.default_rng(1).integers(0, 2000, 300)
     pages = {
@@ -404,13 +406,11 @@ def test_pages_that_hold_nothing_wanted_are_not_read(engine: str, directory: pat
 def test_rows_that_have_left_the_page_cache_are_read_all_the_same(
     engine: str, directory: pathlib.Path, gone: set[int], row_nbytes: int
 ) -> None:
-    place = Place(
-        directory, rows=1000 * 8192 // row_nbytes, row_nbytes=row_nbytes, offset=0, count=1
-    )
+    place = Place(directory, rows=1000 * 8192 // row_nbytes, row_nbytes=row_nbytes, offset=0)
     place.make("warm")
     ids = np.arange(1000) * 8192 // row_nbytes
     for number in gone:  # most of these rows are not checked when the cache is queried
-        page_cache.make_cold(place.paths[0], int(ids[number]) * row_nbytes // 4096 * 4096, 4096)
+        page_cache.make_cold(place.path, int(ids[number]) * row_nbytes // 4096 * 4096, 4096)
     with place.open(engine=engine) as table:
         np.testing.assert_array_equal(table.gather(ids), place.array[ids])
 

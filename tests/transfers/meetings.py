@@ -576,8 +576,7 @@ def reads_beside_hung_syncs(engine: str, directory: str) -> None:
     calls.await_held(8)  # max_helpers
     found = np.zeros_like(data)
     tensorferry.read(path, found)
-    small = np.zeros(4096, np.uint8)
-    tensorferry.read_many([(path, small)] * 3)
+    tensorferry.read_many([(path, np.zeros(4096, np.uint8)) for _ in range(3)])
     assert_equal(found, data)
     calls.release()
     for thread in threads:

@@ -747,7 +747,7 @@ def without_proc(engine: str, directory: str) -> dict[str, Any]:
         file.write(array[:100], 5_000_001)
         assert_equal(file.read(np.zeros_like(array), 5), array)
     descriptor = os.open(folder / "absolute", os.O_RDWR)
-    tensorferry.write(descriptor, array[:1000], offset=7)
+    tensorferry.aio_handle(engine=engine).sync_pwrite(array[:1000], descriptor, 7)
     os.close(descriptor)
     assert (folder / "absolute").read_bytes()[7:1007] == array[:1000].tobytes()
     names = sorted(each.name for each in folder.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import pickle
 import random
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -19,9 +18,9 @@ from tensorferry.npy import NumpyFile
 from tensorferry.transfer import runtime
 from tests.conftest import takes_direct_io
 from tests.support import mounts, page_cache
-from tests.support.data import aligned, folded
+from tests.support.data import folded
 from tests.support.effort import examples
-from tests.support.expect import assert_equal, storage_error
+from tests.support.expect import assert_equal
 from tests.support.forks import passes_in_child
 from tests.support.optional import torch
 
@@ -38,46 +37,6 @@ edges = st.sampled_from(
 )
 sizes = st.one_of(edges, st.integers(0, 5 * BLOCK))
 in_turn = settings(max_examples=examples(40))
-
-
-@in_turn
-@given(
-    steps=st.lists(
-        st.tuples(sizes, sizes, st.sampled_from([0, 4, 64, 512]), st.booleans()),
-        min_size=1,
-        max_size=6,
-    ),
-    direct=st.sampled_from(["auto", True, False]),
-    queue_depth=st.sampled_from([1, 2, 32]),
-)
-def test_any_sequence_of_writes_and_reads_equals_plain_files(
-    engine: str,
-    directory: pathlib.Path,
-    steps: list[tuple[int, int, int, bool]],
-    direct: bool | str,
-    queue_depth: int,
-) -> None:
-    path = directory / "steps"
-    path.unlink(missing_ok=True)
-    model = bytearray()
-    with tensorferry.open(
-        path, "w+", engine=engine, block_size=BLOCK, queue_depth=queue_depth, direct=direct
-    ) as file:
-        for seed, (nbytes, offset, misalignment, waits) in enumerate(steps):
-            source = aligned(nbytes, misalignment)
-            source[:] = numpy.random.default_rng(seed).integers(0, 256, nbytes, numpy.uint8)
-            if waits:
-                file.write_from(source, offset).result()
-            else:
-                file.write(source, offset)
-            if nbytes:
-                model.extend(bytes(max(0, offset + nbytes - len(model))))
-                model[offset : offset + nbytes] = source.tobytes()
-            begin = min(offset // 2, len(model))
-            found = aligned(min(nbytes + 9, len(model) - begin), misalignment)
-            file.read(found, begin)
-            assert found.tobytes() == model[begin : begin + found.nbytes]
-    assert path.read_bytes() == model
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
@@ -124,15 +83,6 @@ def test_one_transfer_of_more_than_4_gib(directory: pathlib.Path) -> None:
     assert [found[mark] for mark in marks] == [1, 2, 3, 4, 5]
     found[list(marks)] = 0
     assert not any(part.any() for part in numpy.array_split(found, 64))
-
-
-def test_writing_into_a_longer_file_keeps_its_end_unless_truncated(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    path.write_bytes(b"x" * 10_000)
-    tensorferry.write(path, b"y" * 5_000, 0)
-    assert path.read_bytes() == b"y" * 5_000 + b"x" * 5_000
-    tensorferry.write(path, b"z" * 100, 50, truncate=True)
-    assert path.read_bytes() == b"y" * 50 + b"z" * 100
 
 
 def test_new_files_get_the_usual_mode(directory: pathlib.Path) -> None:
@@ -244,22 +194,6 @@ def test_many_neighbours_are_a_few_transfers(
     assert blocks[2] - blocks[1] < 100
 
 
-def test_many_writes_that_overlap_keep_their_order(
-    directory: pathlib.Path, random_bytes: RandomBytes
-) -> None:
-    generator = random.Random(7)
-    wanted = bytearray(100_000)
-    items = []
-    for _ in range(1_000):
-        at, nbytes = generator.randrange(90_000), generator.randrange(1, 10_000)
-        array = random_bytes(nbytes).tobytes()
-        wanted[at : at + nbytes] = array
-        items.append((directory / "file", array, at))
-    tensorferry.write_many(items)
-    found = (directory / "file").read_bytes()
-    assert found == wanted[: len(found)]
-
-
 def test_a_piece_behind_the_end_fails_alone(directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(range(100)))
@@ -345,27 +279,6 @@ def test_work_in_the_background_is_done_like_any_other(
     buffer = bytearray(len(data))
     tensorferry.read_many([(path, buffer)], priority="background")
     assert buffer == data
-
-
-def test_file_modes(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    with storage_error(errno.ENOENT, path):
-        tensorferry.open(path)
-    with tensorferry.open(path, "x") as file:
-        file.write(b"12345")
-        with pytest.raises(ValueError, match="reading"):
-            file.read(bytearray(1))
-    with storage_error(errno.EEXIST, path):
-        tensorferry.open(path, "x")
-    with tensorferry.open(path) as file:
-        assert file.size == 5
-        with pytest.raises(ValueError, match="writing"):
-            file.write(b"1")
-    with tensorferry.open(path, "w"):
-        pass
-    assert path.read_bytes() == b""
-    with pytest.raises(ValueError, match="closed"):
-        file.read(bytearray(1))
 
 
 def test_preallocated_space_is_there_and_can_be_cut(directory: pathlib.Path) -> None:
@@ -467,14 +380,18 @@ def test_a_copy_is_the_same_object_and_does_not_end_the_original(
         copied = copy.copy(handle)
         del copied  # a handle closes its workers when it is deleted
         assert handle.sync_pread(data, directory / "file") == 1
-    for path in (directory / "file", [directory / "file"]):
-        with tensorferry.open(path) as file:  # type: ignore[call-overload]
-            copy.copy(file).close()
-            assert file.closed
+    with tensorferry.open(directory / "file") as file:
+        copy.copy(file).close()
+        assert file.closed
 
 
-@pytest.mark.parametrize(
-    "kind", [tensorferry.File, tensorferry.StripedFile, tensorferry.Table, NumpyFile]
-)
+def test_a_list_of_paths_is_refused_and_told_what_to_do(directory: pathlib.Path) -> None:
+    for paths in ([directory / "a"], (directory / "a", directory / "b")):
+        with pytest.raises(TypeError, match=r"expected one path, got a (list|tuple) \(remedy: "):
+            tensorferry.open(paths, "w")  # type: ignore[arg-type]
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", [tensorferry.File, tensorferry.Table, NumpyFile])
 def test_what_is_not_made_completely_can_be_shown(kind: Any) -> None:
     assert f"{kind.__name__} object at" in repr(kind.__new__(kind))

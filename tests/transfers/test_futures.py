@@ -408,7 +408,7 @@ def test_callbacks_may_move_other_arrays_wait_for_others_and_close_what_serves_t
 
     def deeds() -> Iterator[object]:
         yield tensorferry.write(beside, data, sync=True)
-        yield tensorferry.read_many([(beside, other), (beside, other)])
+        yield tensorferry.read_many([(beside, other), (beside, bytearray(5), 7)])
         yield tensorferry.write_many([(beside, data, 7), (path, data)], truncate=True)
         yield handle.sync_pwrite(data, directory / "by handle")
         yield handle.async_pwrite(data, directory / "by handle", 5)
@@ -561,7 +561,7 @@ import sys, threading, tensorferry
 def work(started):
     for number in range(10**9):
         try:
-            tensorferry.read_many([(sys.argv[1], bytearray(10), 5)] * 300)
+            tensorferry.read_many([(sys.argv[1], bytearray(10), 5) for _ in range(300)])
             tensorferry.read(sys.argv[1] + "/not", bytearray(10))
         except Exception:
             started.set()

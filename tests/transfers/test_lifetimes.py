@@ -214,7 +214,7 @@ def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_tr
     with tensorferry.aio_handle(4096, 1, engine=default_engine) as handle:
         if many:
             move = tensorferry.write_many if write else tensorferry.read_many
-            items = [(path, tensor, 0)] * 2
+            items = [(path, tensor, 0)] * (2 if write else 1)  # no destination twice
             moving = InThread(lambda: move(items))
         else:
             (handle.async_pwrite if write else handle.async_pread)(tensor, path)

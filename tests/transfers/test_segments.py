@@ -321,6 +321,53 @@ def test_checksums_that_make_no_sense_are_refused(directory: pathlib.Path) -> No
         tensorferry.read(path, bytearray(5000), checksums=used)
 
 
+@pytest.mark.usefixtures("default_engine")
+@in_turn
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=2, max_size=6),
+    many=st.booleans(),
+)
+def test_destinations_that_share_memory_are_refused(
+    directory: pathlib.Path, ranges: list[tuple[int, int]], many: bool
+) -> None:
+    path, data = directory / "file", bytes(range(1, 121))
+    path.write_bytes(data)
+    memory = np.zeros(80, np.uint8)
+    parts = [memory[begin : begin + nbytes] for begin, nbytes in ranges]
+    at = [0, *itertools.accumulate(map(len, parts))]
+    shared = any(np.shares_memory(*pair) for pair in itertools.combinations(parts, 2))
+
+    def read() -> None:
+        if many:
+            tensorferry.read_many([(path, part, at[n]) for n, part in enumerate(parts)])
+        else:
+            tensorferry.read(path, parts)
+
+    if shared:
+        with pytest.raises(ValueError, match=r"(items|array)\[\d\]: shares memory with"):
+            read()
+        assert not memory.any()
+    else:
+        read()
+        assert joined(parts) == data[: at[-1]]
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync"])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_transfer_that_fails_gives_no_checksums(
+    default_engine: str, faultfs: FaultFS, kind: str, blocking: bool
+) -> None:
+    sums, data = tensorferry.Checksums(4096, segments=True), bytes(10_000)
+    with tensorferry.open(faultfs.path / "file", "w", engine=default_engine) as file:
+        faultfs.order(Fault(kind, error=errno.EIO))
+        start = file.write_from(data, sync=True, checksums=sums) if not blocking else None
+        with pytest.raises(tensorferry.StorageError):
+            start.result() if start else file.write(data, sync=True, checksums=sums)
+    for name in ("chunks", "segments"):
+        with pytest.raises(ValueError, match="not complete"):
+            getattr(sums, name)
+
+
 def test_a_chunk_that_the_bounce_pool_has_no_room_for_is_refused(
     engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:

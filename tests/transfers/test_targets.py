@@ -17,6 +17,7 @@ import pytest
 
 import tensorferry
 from tensorferry.base.file_locks import is_locked, set_lock
+from tensorferry.transfer.files import File
 from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents, storage_error
 from tests.support.leaks import Holdings, count_descriptors
@@ -96,7 +97,7 @@ def test_what_cannot_hold_a_tensor_is_refused_by_name_in_every_call(
         lambda: tensorferry.read(target, array),
         lambda: tensorferry.write(target, array, sync=True),
         lambda: tensorferry.write(target, array[:0]),
-        lambda: tensorferry.read_many([(good, array), (target, array)]),
+        lambda: tensorferry.read_many([(good, array), (target, array.copy())]),
         lambda: tensorferry.write_many([(good, array), (target, array)], truncate=True),
         lambda: handle.sync_pread(array, target),
         lambda: handle.sync_pwrite(array, target),
@@ -191,13 +192,54 @@ def test_direct_descriptors_that_cannot_be_opened_again_are_refused(
     array = tensorferry.empty(1 << 20)
     os.seteuid(65534)
     try:
-        tensorferry.write(descriptor, array)
+        File._from_descriptor(descriptor).write(array)
         with storage_error(errno.EACCES, f"descriptor {descriptor}") as caught:  # type: ignore[arg-type]
-            tensorferry.write(descriptor, array, direct=True)
+            File._from_descriptor(descriptor, direct=True)
         assert "direct=True" in str(caught.value)
     finally:
         os.seteuid(0)
         os.close(descriptor)
+
+
+def test_functions_take_paths_only_and_leave_a_descriptor_as_it_was(
+    directory: pathlib.Path,
+) -> None:
+    path, array = directory / "file", np.zeros(3, np.uint8)
+    path.write_bytes(b"x" * 100)
+    with path.open("r+b") as file:
+        descriptor: Any = file.fileno()
+        for call in (
+            lambda: tensorferry.write(descriptor, array),
+            lambda: tensorferry.write(descriptor, array, 5),
+            lambda: tensorferry.write(descriptor, array, atomic=True),
+            lambda: tensorferry.write_many([(directory / "new", array), (descriptor, array)]),
+            lambda: tensorferry.read(descriptor, array),
+            lambda: tensorferry.read_many([(path, array), (descriptor, array.copy(), 5)]),
+            lambda: tensorferry.open(descriptor),
+        ):
+            with pytest.raises(TypeError, match="expected a path, got int"):
+                call()
+    assert path.read_bytes() == b"x" * 100
+    assert list(directory.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("default_engine")
+def test_a_new_file_that_is_refused_is_not_left(tmpfs_directory: pathlib.Path) -> None:
+    """Files in memory have no direct I/O."""
+    path, old = tmpfs_directory / "new", tmpfs_directory / "old"
+    old.touch()
+    for target in (path, old):
+        for call in (
+            lambda: tensorferry.open(target, "x", direct=True),  # noqa: B023
+            lambda: tensorferry.open(target, "w+", direct=True),  # noqa: B023
+            lambda: tensorferry.write(target, b"1", direct=True),  # noqa: B023
+            lambda: tensorferry.write_many([(target, b"1")], direct=True),  # noqa: B023
+            lambda: tensorferry.write(target, b"1", direct=True, atomic=True),  # noqa: B023
+        ):
+            with pytest.raises((tensorferry.StorageError, FileExistsError)):
+                call()
+            assert [*tmpfs_directory.iterdir()] == [old]
+    tensorferry.open(path, "x").close()
 
 
 def test_files_without_a_name_are_written_and_read_by_their_descriptors(

@@ -240,7 +240,7 @@ def _files_with_names(folder: Path) -> Any:
             link.hardlink_to(path)
             symbolic.symlink_to(path)
             descriptor = opened.enter_context(path.open("rb+")).fileno()
-            files.append([str(path), str(link), str(symbolic), descriptor])
+            files.append([str(path), str(link), str(symbolic), f"/proc/self/fd/{descriptor}"])
         yield files
 
 

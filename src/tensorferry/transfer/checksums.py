@@ -93,24 +93,34 @@ class Checksums:
         # A list with one element, which the first transfer that uses this object pops. list.pop() is atomic, so if two
         # threads pass the same Checksums, one gets the element and the other raises ValueError.
         self._unused = [self._core]
+        # All bytes may have their CRC-32s although the transfer fails: in its writes, or in its sync at the end.
+        self._has_succeeded: Callable[[], bool] = lambda: False
 
     @property
     def chunks(self) -> list[int]:
         """The CRC-32 of each chunk. Raises ValueError until the transfer has succeeded."""
-        return _complete(self._core.chunks)
+        return self._complete(self._core.chunks)
 
     @property
     def segments(self) -> list[int]:
         """The CRC-32 of each segment, or of the single array. Raises ValueError until the transfer has succeeded."""
-        return _complete(self._core.segments)
+        return self._complete(self._core.segments)
+
+    def _complete(self, sums: list[int] | None) -> list[int]:
+        if sums is None or not self._has_succeeded():
+            raise ValueError(
+                "checksums: not complete, because no transfer with them has succeeded yet"
+            )
+        return sums
 
     @safe_repr
     def __repr__(self) -> str:
         settings = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
         settings += ["segments=True"] if self._of_segments else []
         settings += [] if self._expected is None else [f"{len(self._expected)} expected"]
-        complete = self._core.segments if self._of_segments else self._core.chunks
-        state = "unused" if self._unused else "not complete" if complete is None else "complete"
+        sums = self._core.segments if self._of_segments else self._core.chunks
+        complete = sums is not None and self._has_succeeded()
+        state = "unused" if self._unused else "complete" if complete else "not complete"
         return f"<tensorferry.Checksums {', '.join(settings)}: {state}>"
 
     def _claim(self, nbytes: int, *, write: bool) -> _core.Checksums:
@@ -141,6 +151,7 @@ class Checksums:
         unused = self._pop_unused()
         try:
             self._core = make(self._chunk_nbytes or 0, self._of_segments)
+            self._has_succeeded = lambda: True  # the stream has no checksums until it has
         except BaseException:
             self._release(unused)
             raise
@@ -162,9 +173,3 @@ def checked(checksums: Checksums) -> Checksums:
             f"checksums: expected a tensorferry.Checksums, got {type(checksums).__name__}"
         )
     return checksums
-
-
-def _complete(sums: list[int] | None) -> list[int]:
-    if sums is None:
-        raise ValueError("checksums: not complete, because no transfer with them has succeeded yet")
-    return sums

@@ -6,7 +6,6 @@ libaio or threads) submits these to the kernel. Files that are opened without se
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import os
@@ -23,26 +22,16 @@ from tensorferry.base.checks import (
     is_pair,
     is_url,
     one_of,
-    positive,
 )
 from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError
 from tensorferry.transfer.arrays import memory_or_segments
-from tensorferry.transfer.defaults import (
-    DEFAULT_BLOCK_NBYTES,
-    DEFAULT_QUEUE_DEPTH,
-    MAX_BLOCK_NBYTES,
-    MAX_QUEUE_DEPTH,
-)
 from tensorferry.transfer.futures import PendingFutures
 from tensorferry.transfer.requests import set_size, start, transfer, write_segments
 from tensorferry.transfer.runtime import (
-    AnyScheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
-    scheduler_of,
-    schedulers_of,
     wait_while_progressing,
     warn_of_abandoned_io,
     with_descriptors,
@@ -88,14 +77,121 @@ _MODES = {
 }
 
 
-class TransferMethods(abc.ABC):
-    """Base class of open files: blocking and asynchronous reads and writes, and closing at the end of a ``with`` block.
+class File:
+    """An open file, made by :func:`tensorferry.open`.
 
-    The end of an ``async with`` block awaits the outstanding transfers, and other tasks of the event loop run
-    meanwhile.
+    Any number of threads may use it at the same time, with any number of outstanding transfers. Closing waits for the
+    transfers. Files are context managers. The end of an ``async with`` block awaits the outstanding transfers, and
+    other tasks of the event loop run meanwhile.
     """
 
-    _pending: PendingFutures
+    _version: Version | None = None  # the version of an object in a bucket; None for a local file
+
+    def __init__(
+        self,
+        path: Readable,
+        mode: str = "r",
+        *,
+        direct: Direct = "auto",
+        engine: str | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+    ) -> None:
+        how = _mode_flags(mode)
+        past_cache = direct_mode(direct)
+        if mode in ("r", "rb") and (is_pair(path) or is_url(path)):
+            self._open_object(path)
+            return
+        text = checked_path(path)  # type: ignore[arg-type]  # raises for a pair, which cannot be opened for writing
+        own = scheduler_for_settings(engine, block_size, queue_depth)
+        self._open(text, how, past_cache, own or default_scheduler(), own)
+
+    @classmethod
+    def _from_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
+        """Open the file of a descriptor for reading and writing; the caller still has to close the descriptor.
+
+        If the file system refuses to open the file a second time, the new File uses a duplicate of the descriptor,
+        which shares the open file description.
+        """
+        file = cls.__new__(cls)
+        file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
+        return file
+
+    def _open_object(self, path: Any) -> None:
+        """Open an object in a bucket. Engine, block size and queue depth are settings of drives and do not apply."""
+        # Imported here: most programs read no buckets.
+        from tensorferry.transfer.remote import open_object, source_path
+
+        found = open_object(source_path(path))
+        self._set_file(found.file, found.scheduler, None)
+        self._version = found.version
+
+    def _reopen(self) -> File:
+        """Open the same file again, even if its path now names another file. A forked child can call this, too."""
+        if self._version is None:
+            return File(f"/proc/self/fd/{self._open_file().descriptor}")
+        found = File(self._path)
+        if found._version != self._version:
+            found.close()
+            why = f"{os.strerror(errno.ESTALE)}; the object has been replaced since it was opened"
+            raise StorageError(errno.ESTALE, why, self._path)
+        return found
+
+    def _open(
+        self,
+        path: str | int,
+        how: tuple[bool, bool, bool, bool, bool],
+        direct: str,
+        scheduler: _core.Scheduler,
+        own: _core.Scheduler | None,
+    ) -> None:
+        """Open a file, with arguments that have been checked.
+
+        ``how`` has the flags of _MODES. ``own`` is the scheduler if only this file uses it; the scheduler then ends
+        when the file is closed. If other files share the scheduler, ``own`` is None.
+        """
+        file = with_descriptors(
+            scheduler,
+            lambda: (
+                _core.file_from_descriptor(path, how[1], direct)
+                if isinstance(path, int)
+                else _core.open_file(path, *how[:4], False, direct)
+            ),
+        )
+        self._set_file(file, scheduler, own)
+        if how[4] and file.regular:
+            set_size(self._scheduler, file, 0)
+
+    def _set_file(
+        self, file: _core.File, scheduler: _core.Scheduler, own: _core.Scheduler | None
+    ) -> None:
+        self._pending = PendingFutures()
+        self._closing = threading.RLock()
+        self._file: _core.File | None = file
+        self._own_scheduler = own
+        self._scheduler = scheduler
+        self._path = file.path
+
+    @property
+    def path(self) -> str:
+        """The path that was opened."""
+        return self._path
+
+    @property
+    def size(self) -> int:
+        """The file's current size in bytes."""
+        size = self._open_file().size()
+        return 0 if size is None else size
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that submits the file's blocks."""
+        return self._scheduler.engine
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file has been closed."""
+        return self._file is None
 
     @overload
     def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
@@ -113,7 +209,7 @@ class TransferMethods(abc.ABC):
         priority: Priority = "normal",
         checksums: Checksums | None = None,
     ) -> Any:
-        """Fill an array, or several, with the bytes at ``offset``, and return ``array``. See :func:`read`."""
+        """Fill an array, or several, with the bytes at ``offset``, and return it: see :func:`tensorferry.read`."""
         return self._transfer(array, offset, (False, False, in_background(priority), checksums))
 
     def write(
@@ -127,7 +223,7 @@ class TransferMethods(abc.ABC):
     ) -> None:
         """Write an array, or several, into the file at ``offset`` (bytes). Bytes after the last one written are kept.
 
-        See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`File.truncate` shortens it.
+        See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`truncate` shortens it.
         """
         self._transfer(array, offset, (True, sync, in_background(priority), checksums))
 
@@ -182,151 +278,6 @@ class TransferMethods(abc.ABC):
         """
         return self._start(array, offset, (True, sync, in_background(priority), checksums))
 
-    def __copy__(self) -> Self:
-        return self  # a copy would share the core's files, and closing it would close them under the original
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aexit__(self, *_: object) -> None:
-        try:
-            for future in self._pending.alive():
-                await future._wait_until_done()
-        finally:
-            # close() blocks the event loop only if transfers are left: if this task was cancelled, or if another thread
-            # has started transfers meanwhile.
-            self.close()
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Wait for the outstanding transfers, and close the file."""
-
-    @abc.abstractmethod
-    def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
-        """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
-
-    @abc.abstractmethod
-    def _transfer(self, array: _Array, offset: int, how: How) -> _Array: ...
-
-    @abc.abstractmethod
-    def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]: ...
-
-
-class File(TransferMethods):
-    """An open file, made by :func:`tensorferry.open`.
-
-    Any number of threads may use it at the same time, with any number of outstanding transfers. Closing waits for the
-    transfers. Files are context managers.
-    """
-
-    _version: Version | None = None  # the version of an object in a bucket; None for a local file
-
-    def __init__(
-        self,
-        path: Readable,
-        mode: str = "r",
-        *,
-        direct: Direct = "auto",
-        engine: str | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
-    ) -> None:
-        how = mode_flags(mode)
-        past_cache = direct_mode(direct)
-        if mode in ("r", "rb") and (is_pair(path) or is_url(path)):
-            self._open_object(path)
-            return
-        text = checked_path(path)  # type: ignore[arg-type]  # raises for a pair, which cannot be opened for writing
-        own = scheduler_for_settings(engine, block_size, queue_depth)
-        self._open(text, how, past_cache, own or default_scheduler(), own)
-
-    @classmethod
-    def _from_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
-        """Open the file of a descriptor for reading and writing; the caller still has to close the descriptor.
-
-        If the file system refuses to open the file a second time, the new File uses a duplicate of the descriptor,
-        which shares the open file description.
-        """
-        file = cls.__new__(cls)
-        file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
-        return file
-
-    def _open_object(self, path: Any) -> None:
-        """Open an object in a bucket. Engine, block size and queue depth are settings of drives and do not apply."""
-        # Imported here: most programs read no buckets.
-        from tensorferry.transfer.remote import open_object, source_path
-
-        found = open_object(source_path(path))
-        self._set_file(found.file, found.scheduler, None)
-        self._version = found.version
-
-    def _reopen(self) -> File:
-        """Open the same file again, even if its path now names another file. A forked child can call this, too."""
-        if self._version is None:
-            return File(f"/proc/self/fd/{self._open_file().descriptor}")
-        found = File(self._path)
-        if found._version != self._version:
-            found.close()
-            why = f"{os.strerror(errno.ESTALE)}; the object has been replaced since it was opened"
-            raise StorageError(errno.ESTALE, why, self._path)
-        return found
-
-    def _open(
-        self,
-        path: str | int,
-        how: tuple[bool, bool, bool, bool, bool],
-        direct: str,
-        scheduler: AnyScheduler,
-        own: AnyScheduler | None,
-    ) -> None:
-        """Open a file, with arguments that have been checked.
-
-        ``how`` has the flags of _MODES. ``own`` is the scheduler if only this file uses it; the scheduler then ends
-        when the file is closed. If other files share the scheduler, ``own`` is None.
-        """
-        file = with_descriptors(
-            scheduler,
-            lambda: (
-                _core.file_from_descriptor(path, how[1], direct)
-                if isinstance(path, int)
-                else _core.open_file(path, *how[:4], False, direct)
-            ),
-        )
-        self._set_file(file, schedulers_of(scheduler, file), own)
-        if how[4] and file.regular:
-            set_size(self._scheduler, file, 0)
-
-    def _set_file(
-        self, file: _core.File, scheduler: AnyScheduler, own: AnyScheduler | None
-    ) -> None:
-        self._pending = PendingFutures()
-        self._closing = threading.RLock()
-        self._file: _core.File | None = file
-        self._own_scheduler = own
-        self._scheduler = scheduler
-        self._path = file.path
-
-    @property
-    def path(self) -> str:
-        """The path that was opened."""
-        return self._path
-
-    @property
-    def size(self) -> int:
-        """The file's current size in bytes."""
-        size = self._open_file().size()
-        return 0 if size is None else size
-
-    @property
-    def engine(self) -> str:
-        """The name of the engine that submits the file's blocks."""
-        return self._scheduler.engine
-
-    @property
-    def closed(self) -> bool:
-        """Whether the file has been closed."""
-        return self._file is None
-
     def stream(
         self,
         offset: int = 0,
@@ -362,7 +313,7 @@ class File(TransferMethods):
         offset = checked_offset(offset, nbytes_reserved)
         nbytes_reserved = checked_offset(nbytes_reserved, 0, "nbytes_reserved")
         return Stream(
-            scheduler_of(self._scheduler, file, True),
+            self._scheduler,
             file,
             offset,
             checksums=checksums,
@@ -395,8 +346,7 @@ class File(TransferMethods):
     def stats(self) -> dict[str, Any]:
         """Return the counters of the file's workers.
 
-        A file opened with explicit settings has its own workers. All other files share workers: one set with the
-        default settings, and one for each different settings that ``tensorferry tune`` has stored (profiles).
+        A file opened with explicit settings has its own workers. All other files share workers.
         """
         return self._scheduler.stats()
 
@@ -459,14 +409,29 @@ class File(TransferMethods):
     async def __aenter__(self) -> File:
         return self.__enter__()
 
+    def __copy__(self) -> Self:
+        return self  # a copy would share the core's files, and closing it would close them under the original
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for future in self._pending.alive():
+                await future._wait_until_done()
+        finally:
+            # close() blocks the event loop only if transfers are left: if this task was cancelled, or if another thread
+            # has started transfers meanwhile.
+            self.close()
+
     @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.File {self._path!r}>"
 
     def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
-        file = self._open_file(writing=True)
-        write_segments([(self._scheduler, file, segments, offset)], sync=sync)
+        """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
+        write_segments(self._scheduler, self._open_file(writing=True), segments, offset, sync=sync)
 
     def _open_file(self, *, reading: bool = False, writing: bool = False) -> _core.File:
         if self._file is None:
@@ -527,7 +492,7 @@ class File(TransferMethods):
         return future
 
 
-def mode_flags(mode: str) -> tuple[bool, bool, bool, bool, bool]:
+def _mode_flags(mode: str) -> tuple[bool, bool, bool, bool, bool]:
     """Return the flags (read, write, create, exclusive, truncate) of a mode."""
     if not isinstance(mode, str):
         raise TypeError(f"mode: expected a str, got {mode!r}")
@@ -550,11 +515,7 @@ def scheduler_for_settings(
     """Return a new scheduler with these settings of :func:`open`, or None if all of them are None."""
     if engine is None and block_size is None and queue_depth is None:
         return None
-    block = DEFAULT_BLOCK_NBYTES if block_size is None else block_size
-    depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
-    block = positive(block, "block_size", MAX_BLOCK_NBYTES)
-    depth = positive(depth, "queue_depth", MAX_QUEUE_DEPTH)
-    return make_scheduler(Settings(block, depth, engine=engine))
+    return make_scheduler(Settings.of(block_size, queue_depth, engine=engine))
 
 
 def remove_created(path: str, identity: object) -> None:

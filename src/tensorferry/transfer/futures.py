@@ -158,6 +158,7 @@ class _CallbackThread:
             raise RuntimeError(
                 f"cannot start the thread that calls futures' callbacks: {why}"
             ) from None
+        self.ident = self._thread.ident or 0
 
     def add(self, request: Request, callback: Callable[[], None]) -> None:
         with self._lock:
@@ -210,9 +211,14 @@ def _callback_thread() -> _CallbackThread:
         return _callbacks
 
 
+def callback_thread() -> int:
+    """Return the number of the thread that calls callbacks, or 0. :func:`finish_at_exit` waits for it."""
+    return _callbacks.ident if _callbacks is not None and _callbacks.process == os.getpid() else 0
+
+
 def finish_at_exit() -> None:
     """Run the remaining callbacks and warn of failures that no code asked for; all transfers must have ended."""
-    if _callbacks is not None and _callbacks.process == os.getpid():
+    if _callbacks is not None and callback_thread():
         _callbacks.stop()
     _core.warn_of_unseen_futures()
 

@@ -1,11 +1,12 @@
 """Reading objects in buckets, and files on the web, like local files.
 
-obstore (Rust's object_store) sends the requests and handles retries, timeouts and credentials. This module makes an
-object an open file of the core, where each block is an HTTP range request. Therefore futures, checksums, segments and
-GPU memory work as they do for local files, and only the requested bytes are downloaded.
+obstore (Rust's object_store) sends the requests and handles timeouts and credentials. This module makes an object an
+open file of the core, where each block is an HTTP range request. Therefore futures, checksums, segments and GPU memory
+work as they do for local files, and only the requested bytes are downloaded.
 
 Opening an object pins it: every response must be complete and of the same version (ETag, size and time of
-modification). obstore checks that a response has the requested range.
+modification). obstore checks that a response has the requested range. Failed requests are repeated here and not by
+obstore: that would continue a response that broke off with the bytes of another one, of which we see no version.
 
 An object is identified by a text that is used in place of a path. It is a URL; or, for a store object that the caller
 has created, a text such as ``s3+1f3a5c://bucket/key`` that is valid only in this process. For such a text
@@ -14,15 +15,16 @@ has created, a text such as ``s3+1f3a5c://bucket/key`` that is valid only in thi
 
 from __future__ import annotations
 
-import atexit
 import collections
 import errno
 import functools
 import os
+import random
 import re
 import secrets
 import stat
 import threading
+import time
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +38,7 @@ from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -58,15 +60,24 @@ _PAGE = re.compile(
     r"<[?!](.*?<Code>)?|</Code>.*|<html.*|Debug source: .*", re.DOTALL | re.IGNORECASE
 )
 
+# obstore's default values: repetitions of a failed request, and their limit and pauses in seconds.
+_MAX_RETRIES, _RETRY_SECONDS = 10, 180.0
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 15.0
+_POLL_SECONDS = 0.1
+# In the message of obstore's error: the failure may pass, because the connection or the server failed.
+_TRANSIENT = re.compile(r"(?:: |- )HTTP error: |status code: (?:408|429|5\d\d)")
+
 _lock = module_lock()
 # Stores that callers have created, each with the beginning of the texts that identify its objects. Only the last 1024
 # are kept.
-_stores: collections.deque[tuple[str, Any]] = collections.deque(maxlen=1024)
-# A valid key: between slashes it has no empty part and no part "." or ".."; a slash at its end is allowed.
-_KEY = re.compile(r"(?!/)(?!(.*/)?\.{1,2}(/|$))(?!.*//)[^\0]*", re.DOTALL)
+_stores: collections.deque[tuple[str, Any, _Store]] = collections.deque(maxlen=1024)
+# A valid key: between slashes it has no empty part and no part "." or ".."; a slash at its end is allowed. It has no
+# control characters and no halves of surrogate pairs.
+_KEY = re.compile(r"(?!/)(?!(.*/)?\.{1,2}(/|$))(?!.*//)[^\0-\x1f\x7f\ud800-\udfff]*")
+# What the path of a web address must not have: an escaped slash, which a key cannot contain in a part; and a percent
+# sign that begins no escape.
+_NO_ESCAPE = re.compile(r"%2f|%(?![0-9a-f]{2})", re.IGNORECASE)
 _scheduler: _core.Scheduler | None = None
-# Whether the interpreter is exiting: then no request is sent.
-_exiting = False
 
 
 class Version(NamedTuple):
@@ -183,14 +194,13 @@ def open_object(text: str) -> Object:
     return Object(file, version, _shared_scheduler())
 
 
-def _pin(text: str) -> tuple[Any, str, Version]:
+def _pin(text: str) -> tuple[_Store, str, Version]:
     """Return the store, the key and the current version of an object; errors as for :func:`open_object`."""
     store, key = _resolve(text)
     if not key:
         why = f"{os.strerror(errno.EISDIR)}; the URL names a bucket, not an object"
         raise StorageError(errno.EISDIR, why, text)
-    found = _request(lambda: usable_obstore().head(store, key), text)
-    version = Version._of(found)
+    version = Version._of(_request(store, lambda obstore, plain: obstore.head(plain, key), text))
     if version.identity == (None, None):
         why = "the server sends no ETag, without which a replacement of the object could not be detected"
         raise StorageError(errno.EOPNOTSUPP, f"{os.strerror(errno.EOPNOTSUPP)}; {why}", text)
@@ -219,12 +229,18 @@ class ObjectPath(os.PathLike[str]):
         return hash(self._text)
 
     def __truediv__(self, name: str | os.PathLike[str]) -> ObjectPath:
-        return ObjectPath(f"{self._text}/{os.fspath(name).lstrip('/')}")
+        text = os.fspath(name).lstrip("/")
+        return ObjectPath(f"{self._text}/{_escaped(text) if self._is_web else text}")
+
+    @property
+    def _is_web(self) -> bool:
+        return self._text.startswith("http")
 
     @property
     def name(self) -> str:
         """The last part of the key."""
-        return self._text.rpartition("/")[2]
+        text = self._text.rpartition("/")[2]
+        return _unescaped(text) if self._is_web else text
 
     @property
     def parent(self) -> ObjectPath:
@@ -263,11 +279,13 @@ class ObjectPath(os.PathLike[str]):
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the objects and folders directly below this key."""
         store, key = _resolve(self._text)
-        if self._text.startswith("http"):
+        if self._is_web:
             yield from self._known_web_files()
             return
         listed = _request(
-            lambda: usable_obstore().list_with_delimiter(store, key or None), self._text
+            store,
+            lambda obstore, plain: obstore.list_with_delimiter(plain, key or None),
+            self._text,
         )
         paths = [*listed["common_prefixes"], *(each["path"] for each in listed["objects"])]
         for name in sorted({path.rstrip("/").rpartition("/")[2] for path in paths}):
@@ -295,25 +313,25 @@ class ObjectPath(os.PathLike[str]):
         """Return the bytes of the object."""
         store, key = _resolve(self._text)
 
-        def read() -> bytes:
-            found = usable_obstore().get(store, key)
+        def read(obstore: Any, plain: Any) -> bytes:
+            found = obstore.get(plain, key)
             data = bytes(found.bytes())
             if len(data) != found.meta["size"]:
                 what = f"received {len(data)} of {found.meta['size']} bytes"
                 raise _ReadError(errno.EBADMSG, what)
             return data
 
-        return self._request_found(read)  # type: ignore[no-any-return]
+        return self._request_found(store, read)  # type: ignore[no-any-return]
 
     def _head(self) -> Any:
         store, key = _resolve(self._text)
         if not key:
             raise FileNotFoundError(errno.ENOENT, "it is a bucket, not an object", self._text)
-        return self._request_found(lambda: usable_obstore().head(store, key))
+        return self._request_found(store, lambda obstore, plain: obstore.head(plain, key))
 
-    def _request_found(self, ask: Callable[[], Any]) -> Any:
+    def _request_found(self, store: _Store, ask: Callable[[Any, Any], Any]) -> Any:
         try:
-            return _request(ask, self._text)
+            return _request(store, ask, self._text)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 raise FileNotFoundError(*error.args) from None
@@ -328,16 +346,62 @@ class _ReadError(Exception):
         self.errno = number
 
 
+class _Store:
+    """A store of obstore, of which a request is repeated here if the connection or the server fails."""
+
+    def __init__(self, store: Any) -> None:
+        self._plain = store
+        self._retries: dict[str, Any] = {"max_retries": 0}
+        if hasattr(store, "client_options"):  # its objects are on the network
+            self._retries = getattr(store, "retry_config", None) or {}
+            kind = next(each for each in type(store).__mro__ if each.__module__ == "obstore.store")
+            positions, options = store.__getnewargs_ex__()
+            self._plain = kind(*positions, **{**options, "retry_config": {"max_retries": 0}})
+
+    def ask(self, request: Callable[[Any, Any], Any]) -> Any:
+        """Return ``request(obstore, store)``; repeat it, with growing pauses, while its failures may pass."""
+        end = time.monotonic() + _seconds(self._retries.get("retry_timeout", _RETRY_SECONDS))
+        backoff = self._retries.get("backoff") or {}
+        pause = _seconds(backoff.get("init_backoff", _FIRST_PAUSE_SECONDS))
+        longest = _seconds(backoff.get("max_backoff", _MAX_PAUSE_SECONDS))
+        count = 0
+        while True:
+            _check_exiting()
+            count += 1
+            try:
+                return request(usable_obstore(), self._plain)
+            except Exception as error:
+                if not _TRANSIENT.search(str(error)):
+                    raise
+                if count > self._retries.get("max_retries", _MAX_RETRIES) or time.monotonic() > end:
+                    what = f"{_reason(error)} (requested {count} times)"
+                    raise _ReadError(_errno_of(error), what) from None
+            _wait(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * backoff.get("base", 2), longest)
+
+
+def _seconds(duration: Any) -> float:
+    """Return a duration of obstore's configuration, a number or a timedelta, in seconds."""
+    return float(duration.total_seconds() if hasattr(duration, "total_seconds") else duration)
+
+
+def _wait(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        _check_exiting()
+        time.sleep(min(left, _POLL_SECONDS))
+
+
 class _Reader:
     """A reader of ranges of one version of an object; worker threads of the core call it."""
 
-    def __init__(self, store: Any, key: str, version: Version) -> None:
+    def __init__(self, store: _Store, key: str, version: Version) -> None:
         self._store = store
         self._key = key
         self._version = version
 
-    def __call__(self, offset: int, nbytes: int) -> Iterator[Buffer]:
-        """Yield the bytes of a range in chunks.
+    def __call__(self, offset: int, nbytes: int) -> Sequence[Buffer]:
+        """Return the bytes of a range, in chunks.
 
         Raises
         ------
@@ -345,48 +409,36 @@ class _Reader:
             The range cannot be read. The exception has an attribute ``errno``.
         """
         end = offset + nbytes
-        _check_exiting()
         options: dict[str, Any] = {"range": (offset, end)}
         etag = self._version.identity[1]
         # A weak ETag never matches If-Match (RFC 9110, 13.1.1).
         if etag is not None and not etag.startswith("W/"):
             options["if_match"] = etag
-        received_nbytes = 0
-        try:
-            answer = usable_obstore().get(self._store, self._key, options=options)
+
+        def request(obstore: Any, plain: Any) -> list[Buffer]:
+            answer = obstore.get(plain, self._key, options=options)
             if (found := Version._of(answer.meta)) != self._version:
                 what = (
                     f"the object has changed since it was opened: from {self._version} to {found}"
                 )
                 raise _ReadError(errno.ESTALE, what)
             # Read the whole response without pause: a connection that is not read stalls.
-            for chunk in answer.stream(min_chunk_size=nbytes):
-                received_nbytes += len(chunk)
-                yield chunk
-                _check_exiting()
+            return list(answer.stream(min_chunk_size=nbytes))
+
+        try:
+            chunks: list[Buffer] = self._store.ask(request)
+            received_nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
             if received_nbytes != nbytes:
                 raise _ReadError(errno.EBADMSG, f"received {received_nbytes} bytes")
-        except _ReadError as error:
-            error.args = (f"bytes {offset} to {end}: {error}",)
-            raise
         except Exception as error:
-            what = f"bytes {offset} to {end}, {received_nbytes} received: {_reason(error)}"
+            what = f"bytes {offset} to {end}: {_reason(error)}"
             raise _ReadError(_errno_of(error), what) from None
-
-
-@atexit.register
-def _refuse_requests() -> None:
-    """Refuse further requests at exit.
-
-    After this function, transfer.runtime closes the scheduler, which waits for the requests in flight: a thread of
-    obstore that returned after the interpreter has been finalized would crash.
-    """
-    global _exiting
-    _exiting = True
+        return chunks
 
 
 def _check_exiting() -> None:
-    if _exiting:
+    """Refuse further requests at exit: a thread of obstore that returned after the interpreter's end would crash."""
+    if _core.is_exiting():
         raise _ReadError(errno.ECANCELED, "the interpreter is exiting")
 
 
@@ -443,10 +495,10 @@ def _errno_of(error: Exception) -> int:
     return errno.ECOMM  # a failure of the communication, not of the data: a retry may succeed
 
 
-def _request(ask: Callable[[], Any], text: str) -> Any:
-    """Call ``ask`` and return its result; raise an error of the store as StorageError."""
+def _request(store: _Store, ask: Callable[[Any, Any], Any], text: str) -> Any:
+    """Call ``ask(obstore, store)`` and return its result; raise an error of the store as StorageError."""
     try:
-        return _call_interruptibly(ask)
+        return _call_interruptibly(lambda: store.ask(ask))
     except (ImportError, RuntimeError):
         raise
     except Exception as error:
@@ -485,13 +537,32 @@ def _text_of_url(url: str, name: str) -> str:
         raise ValueError(f"{name}: a URL with a user name or password is not supported")
     if not bucket and "+" not in scheme:
         raise ValueError(f"{name}: {url!r} has no bucket")
-    if is_web and "?" in key:
-        raise ValueError(
-            f"{name}: a query is not supported in a URL (got {url.partition('?')[0]!r} with one)"
-        )
-    if not _KEY.fullmatch(key):
+    if is_web and (found := re.search("[?#]", key)):
+        what = "query" if found[0] == "?" else "fragment"
+        shown = url.partition(found[0])[0]
+        raise ValueError(f"{name}: a {what} is not supported in a URL (got {shown!r} with one)")
+    try:
+        is_valid = _KEY.fullmatch(_unescaped(key) if is_web else key)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} (got {url!r})") from None
+    if not is_valid:
         raise ValueError(f"{name}: invalid key in the URL (got {url!r})")
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
+
+
+def _unescaped(text: str) -> str:
+    """Return a part of a web address without its escapes; raise ValueError if obstore would request another one."""
+    import urllib.parse
+
+    if found := _NO_ESCAPE.search(text):
+        raise ValueError(f"{found[0]!r} is not supported in a URL")
+    return urllib.parse.unquote(text, errors="strict")
+
+
+def _escaped(text: str) -> str:
+    import urllib.parse
+
+    return urllib.parse.quote(text)
 
 
 def _text_of_pair(pair: tuple[Any, str], name: str) -> str:
@@ -502,7 +573,7 @@ def _text_of_pair(pair: tuple[Any, str], name: str) -> str:
         raise ValueError(f"{name}: invalid key (got {key!r})")
     with _lock:
         known = tuple(_stores)  # a copy, because a signal handler may append to the deque
-        begin = next((begin for begin, each in known if each is store or each == store), None)
+        begin = next((begin for begin, each, _ in known if each is store or each == store), None)
         if begin is None:
             kind = type(store).__name__.removesuffix("Store").lower()
             config = getattr(store, "config", None) or {}
@@ -511,14 +582,14 @@ def _text_of_pair(pair: tuple[Any, str], name: str) -> str:
             # A random part makes the text unique: a text of another process never refers to a store of this one.
             where = "".join(f"{each}/" for each in parts if each)
             begin = f"{kind}+{secrets.token_hex(3)}://{where}"
-            _stores.append((begin, store))
+            _stores.append((begin, store, _Store(store)))
     return f"{begin}{key}"
 
 
-def _resolve(text: str) -> tuple[Any, str]:
+def _resolve(text: str) -> tuple[_Store, str]:
     """Return the store and the key that a text identifies."""
     usable_obstore()
-    for begin, store in tuple(_stores):
+    for begin, _, store in tuple(_stores):
         if text.startswith(begin) or f"{text}/" == begin:
             return store, text[len(begin) :]
     scheme, _, rest = text.partition("://")
@@ -528,9 +599,7 @@ def _resolve(text: str) -> tuple[Any, str]:
             f"path: {text!r} refers to a store object of another process (remedy: pass a store and a key)"
         )
     if scheme.startswith("http"):
-        import urllib.parse
-
-        key = urllib.parse.unquote(key)
+        key = _unescaped(key)
     settings = tuple(
         sorted(item for item in os.environ.items() if item[0].upper().startswith(_SETTINGS))
     )
@@ -538,15 +607,15 @@ def _resolve(text: str) -> tuple[Any, str]:
 
 
 @functools.lru_cache(16)
-def _store(root: str, _settings: tuple[tuple[str, str], ...]) -> Any:
-    """Return obstore's store for a URL; ``_settings``, the environment's settings, are part of the cache key."""
+def _store(root: str, _settings: tuple[tuple[str, str], ...]) -> _Store:
+    """Return the store for a URL; ``_settings``, the environment's settings, are part of the cache key."""
     from obstore import store
 
     try:
         if root.startswith("http"):
             options: Any = {"allow_http": root.startswith("http:")}
-            return store.HTTPStore.from_url(root, client_options=options)
-        return store.from_url(root)
+            return _Store(store.HTTPStore.from_url(root, client_options=options))
+        return _Store(store.from_url(root))
     except Exception as error:
         raise StorageError(
             errno.EINVAL, f"{os.strerror(errno.EINVAL)}; {_reason(error)}", root

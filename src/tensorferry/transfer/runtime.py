@@ -9,27 +9,22 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import sys
+import threading
 import time
 import weakref
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
 from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
-from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES
-from tensorferry.transfer.settings import Settings
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tensorferry.transfer.profile_schedulers import SchedulerGroup
-
-# Explicit settings make one scheduler. With stored profiles the default scheduler is a group: several schedulers behind
-# the interface of one.
-AnyScheduler: TypeAlias = "_core.Scheduler | SchedulerGroup"
 
 # The block size of large requests, unless the caller chose one. Blocks of this size halve the processor time, compared
 # with the default size, and are faster on fast drives.
@@ -48,12 +43,16 @@ _POLL_SECONDS = 0.05
 _NO_PROGRESS_SECONDS = 5.0
 _MAX_WAITS = 1024
 
+# The priority of multiprocessing's finalizers: those of the program run before ours.
+_LAST = -1_000_000
+
 _Result = TypeVar("_Result")
 
-# All schedulers that exist. The exit handler closes them.
+# All schedulers that exist. The exit handler waits for their transfers.
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
 _lock = module_lock()
-_default: AnyScheduler | None = None
+_default: _core.Scheduler | None = None
+_child = 0  # the process whose finalizers call finish_at_exit()
 
 
 def engines() -> dict[str, str | None]:
@@ -84,60 +83,13 @@ def start_scheduler(engine: str, settings: Settings) -> _core.Scheduler:
     block = settings.block_size
     large = _LARGE_BLOCK_NBYTES if block == DEFAULT_BLOCK_NBYTES else block
     how = settings.queue_depth, settings.intra_op_parallelism, settings.single_submit
+    _finish_with_child()
     scheduler = _core.Scheduler(engine, block, large, *how)
     _schedulers.add(scheduler)
     return scheduler
 
 
-def automatic_scheduler() -> AnyScheduler:
-    """Return a new scheduler with default settings, and with the stored profiles if there are any."""
-    scheduler = make_scheduler(Settings())
-    path = profiles_path()
-    # An engine set in the environment is an explicit setting, which disables profiles.
-    if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
-        return scheduler
-    from tensorferry.transfer.profile_schedulers import with_profiles
-
-    return with_profiles(scheduler, path, make_scheduler)
-
-
-def profiles_path() -> str | None:
-    """Return the path of the file in which ``tensorferry tune`` stores profiles, or None if profiles are disabled.
-
-    The environment variable TENSORFERRY_PROFILES is the path, or "0" to disable profiles. By default the file is in
-    the user's configuration folder.
-    """
-    chosen = os.environ.get("TENSORFERRY_PROFILES")
-    if chosen:
-        return None if chosen == "0" else chosen
-    # os.path, because importing pathlib would account for a third of the time of `import tensorferry`.
-    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
-    return f"{folder}/tensorferry/profiles.json"
-
-
-def scheduler_of(
-    scheduler: AnyScheduler,
-    file: _core.File,
-    write: bool,
-    location: tuple[int, int] | None = None,
-) -> _core.Scheduler:
-    """Return the core scheduler that serves a transfer of a file.
-
-    ``location`` is that of the transfer's GPU memory, or None for host memory.
-    """
-    if isinstance(scheduler, _core.Scheduler):
-        return scheduler
-    return scheduler.of(file, write, location)
-
-
-def schedulers_of(scheduler: AnyScheduler, file: _core.File) -> AnyScheduler:
-    """Return what serves all transfers of a file: one scheduler, or a group that selects among several."""
-    if isinstance(scheduler, _core.Scheduler):
-        return scheduler
-    return scheduler.of_file(file)
-
-
-def default_scheduler() -> AnyScheduler:
+def default_scheduler() -> _core.Scheduler:
     """Return the scheduler of the module's functions and of files without settings; a forked child has its own."""
     global _default
     scheduler = _default
@@ -145,12 +97,12 @@ def default_scheduler() -> AnyScheduler:
         return scheduler
     with _lock:
         if _default is None or not _default.belongs_to_this_process():
-            _default = automatic_scheduler()
+            _default = make_scheduler(Settings.of())
         return _default
 
 
 def with_descriptors(
-    scheduler: AnyScheduler, action: Callable[[], _Result], *, opens: bool = True
+    scheduler: _core.Scheduler, action: Callable[[], _Result], *, opens: bool = True
 ) -> _Result:
     """Call ``action``, which opens files; at a descriptor limit, wait until requests have closed files and retry.
 
@@ -173,7 +125,7 @@ def with_descriptors(
         waiting.wait()
 
 
-def _wait_while_over_half(scheduler: AnyScheduler) -> None:
+def _wait_while_over_half(scheduler: _core.Scheduler) -> None:
     # Query the limit each time: the process may change it, and the query costs less than opening a file.
     waiting = None
     while (
@@ -197,7 +149,7 @@ class _DescriptorWait:
     Files that the program opened itself are not counted, because they stay open when transfers end.
     """
 
-    def __init__(self, scheduler: AnyScheduler) -> None:
+    def __init__(self, scheduler: _core.Scheduler) -> None:
         self.is_over = False
         self._scheduler = scheduler
         self._times = 0
@@ -235,7 +187,7 @@ def descriptor_limit() -> int:
 
 
 def close_scheduler(
-    scheduler: AnyScheduler, *, patient: bool = True, interruptible: bool = False
+    scheduler: _core.Scheduler, *, patient: bool = True, interruptible: bool = False
 ) -> bool:
     """Wait for outstanding requests and end the workers; return whether all requests ended.
 
@@ -248,7 +200,7 @@ def close_scheduler(
     return ended
 
 
-def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
+def wait_while_progressing(step: Callable[[float], bool], *schedulers: _core.Scheduler) -> bool:
     """Call ``step(seconds)`` until it returns True; return False once the schedulers make no progress for too long.
 
     The limit is CLOSE_PATIENCE_SECONDS. ``step`` waits at most the given seconds for what the caller needs.
@@ -266,7 +218,7 @@ def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnySchedu
     return True
 
 
-def _moved(scheduler: AnyScheduler) -> object:
+def _moved(scheduler: _core.Scheduler) -> object:
     """Return the counters that change whenever a block ends; equal values mean no progress."""
     counted = scheduler.stats()
     return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
@@ -280,11 +232,38 @@ def warn_of_abandoned_io(what: str) -> None:
     )
 
 
-def _close_at_exit() -> None:
-    # Close all schedulers concurrently: if several drives hang, the exit waits for the time limit only once.
-    if not all(_core.close_together(list(_schedulers), CLOSE_PATIENCE_SECONDS)):
+def finish_at_exit() -> None:
+    """Wait for outstanding transfers, and warn of failures that no code asked for.
+
+    Schedulers stay open: exit handlers that the program registered before it imported this package run later, and
+    non-daemon threads of a child of multiprocessing end later. From now on an asynchronous call returns only when its
+    transfer has ended, because nothing waits for it later.
+    """
+    _core.begin_exit(futures.callback_thread())
+    # All schedulers are waited for at the same time: if several drives hang, that takes no longer than for one.
+    schedulers = list(_schedulers)
+    ended = _core.wait_together(schedulers, CLOSE_PATIENCE_SECONDS)
+    for scheduler, is_idle in zip(schedulers, ended, strict=True):
+        if not is_idle:
+            scheduler.close(0.0)
+    if not all(ended):
         warn_of_abandoned_io("outstanding I/O")
     futures.finish_at_exit()
 
 
-atexit.register(_close_at_exit)
+def _finish_with_child() -> None:
+    """In a child of multiprocessing, have its finalizers call :func:`finish_at_exit`: it ends by ``os._exit``."""
+    global _child
+    process, util = map(sys.modules.get, ("multiprocessing.process", "multiprocessing.util"))
+    if process is None or util is None or process.parent_process() is None:
+        return
+    if util.is_exiting():  # the finalizers have run, and the child waits for its last threads
+        _core.begin_exit(0)
+    elif _child != os.getpid():
+        util.Finalize(None, finish_at_exit, exitpriority=_LAST)
+        _child = os.getpid()
+
+
+atexit.register(finish_at_exit)
+if threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive():
+    _core.begin_exit(0)  # An exit handler imports this module, and Python calls no further ones.

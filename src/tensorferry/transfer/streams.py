@@ -226,6 +226,8 @@ class Stream:
         self._finish_pending = True
         self._core.end(self._scheduler, truncate, sync, sync_names)
         self._open = False
+        if _core.is_exiting():  # nothing waits later
+            self.wait()
 
     def begin_to_finish(
         self, *, truncate: bool = False, sync: bool = False, sync_names: bool = True
