@@ -1,4 +1,4 @@
-"""Stores with GPU memory: tensors of several pieces, verified reads, and reads behind writes in flight."""
+"""Stores with GPU memory: small and large tensors, verified reads, and reads behind writes in flight."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from tests.support.gpus import Gpu
 
-SEGMENT = 1 << 16
+LARGE = 256 << 10
 
 
-@pytest.mark.parametrize("nbytes", [0, 5, 4096, SEGMENT, 5 * SEGMENT + 77])
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, LARGE, 5 * LARGE + 77])
 @pytest.mark.parametrize("checksums", [True, False])
 def test_gpu_memory_is_stored_and_filled(
     gpu: Gpu, directory: pathlib.Path, nbytes: int, checksums: bool
 ) -> None:
     versions = [random.Random(seed).randbytes(nbytes) for seed in range(3)]
-    with TensorStore(directory, segment_nbytes=SEGMENT, checksums=checksums) as store:
+    with TensorStore(directory, checksums=checksums) as store:
         tickets = []
         for data in versions:
             store.write("a", Amid(gpu, data, 12).array)
@@ -37,10 +37,10 @@ def test_gpu_memory_is_stored_and_filled(
 
 
 def test_lists_of_gpu_and_host_memory(gpu: Gpu, directory: pathlib.Path) -> None:
-    data = random.Random(1).randbytes(3 * SEGMENT)
-    with TensorStore(directory, segment_nbytes=SEGMENT) as store:
+    data = random.Random(1).randbytes(3 * LARGE)
+    with TensorStore(directory) as store:
         store.write("a", [data[:100], Amid(gpu, data[100:], 8).array]).result()
-        out, host = Amid(gpu, 2 * SEGMENT, 4), bytearray(SEGMENT)
+        out, host = Amid(gpu, 2 * LARGE, 4), bytearray(LARGE)
         store.read("a", out=[out.array, host]).result()
-        assert out.contents() == data[: 2 * SEGMENT]
-        assert host == data[2 * SEGMENT :]
+        assert out.contents() == data[: 2 * LARGE]
+        assert host == data[2 * LARGE :]

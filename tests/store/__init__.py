@@ -1,1 +1,1 @@
-"""Tests of stores: compared with a dictionary, with faults, after a close, and with concurrent users."""
+"""Tests of stores: behaviour, random lives against a model, faults, untrusted manifests, handlers and threads."""

@@ -3,11 +3,15 @@
 import pytest
 
 from tensorferry.store import TensorStore
-from tests.store.data import SEGMENT
 
 
 @pytest.fixture
 def store(tmp_path):
-    """A store of several small segments."""
-    with TensorStore(tmp_path / "store", segment_nbytes=SEGMENT) as store:
+    with TensorStore(tmp_path / "store") as store:
+        yield store
+
+
+@pytest.fixture
+def named(tmp_path):
+    with TensorStore(tmp_path / "named", temporary=False) as store:
         yield store

@@ -1,8 +1,11 @@
-"""Data and sizes of files for the tests of stores."""
+"""Data for the tests of stores."""
 
 import numpy as np
 
-SEGMENT = 64 << 10
+from tensorferry.store.segments import LARGE_NBYTES
+from tests.support.optional import torch
+
+SMALL, LARGE = 5000, LARGE_NBYTES
 
 
 def pattern(nbytes, seed=0):
@@ -13,3 +16,19 @@ def pattern(nbytes, seed=0):
 def full(value, nbytes):
     """Return bytes that are all the same."""
     return np.full(nbytes, value, np.uint8)
+
+
+def fill(store, seed, count=12):
+    """Write tensors of many sizes, with and without a file of their own."""
+    tensors = {
+        f"t{at}": torch.from_numpy(pattern(1 + 7919 * at * at, seed + at)) for at in range(count)
+    }
+    for future in [store.write(name, tensor) for name, tensor in tensors.items()]:
+        future.result()
+    return tensors
+
+
+def assert_has(store, tensors):
+    assert sorted(store) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(store.read(name).result(), tensor)

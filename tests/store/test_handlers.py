@@ -9,42 +9,37 @@ from pathlib import Path
 import pytest
 
 import tensorferry.store
-from tensorferry.store import TensorStore, compaction
-from tests.store.data import full
+from tensorferry.store import TensorStore
+from tests.store.data import LARGE, full
 from tests.support import leaks
 from tests.support.effort import EFFORT
-from tests.support.forks import held_by_another_thread, passes_in_child
 from tests.support.interrupts import At
 
-SEGMENT = 16 << 10
 SOURCES = str(Path(tensorferry.store.__file__).parent)
 # A run of `work` has about 3900 moments; one in so many of them is tried.
 STEP = 300 if EFFORT < 2 else 89
 
 
 def begun(path):
-    store = TensorStore(path / "s", segment_nbytes=SEGMENT, temporary=False)
-    store.write("a", full(1, 20_000)).result()
+    store = TensorStore(path / "s", temporary=False)
+    store.write("a", full(1, LARGE)).result()
     store.write("b", full(2, 100)).result()
     store.commit(b"begun")
     return store
 
 
 def work(store, path):
-    ticket = store.write("a", full(3, 30_000))
+    future = store.write("a", full(3, LARGE))
     read = store.read("a")
     store.write("c", full(4, 5_000))
     read.result()
-    ticket.result()
+    future.result()
     store.commit(b"work")
     store.reserve(80_000)
     store.snapshot(path / "snap")
     store.delete("c")
-    store.write("a", full(3, 30_000))
+    store.write("a", full(3, LARGE))
     store.commit(b"work")
-    compaction.compact(
-        store, -(1 << 60), 0
-    )  # what "b" has left of a segment of the snapshot's and the commit's
     store.stats()
 
 
@@ -61,7 +56,7 @@ def assert_sound(store, path):
         for name in sizes:
             assert (store.read(name).result() == value).all()
     store.commit(b"end")
-    want = sum(map(store._allocator.rounded, sizes.values()))
+    want = sum(map(store._directories[0].rounded, sizes.values()))
 
     def used():
         gc.collect()
@@ -149,12 +144,12 @@ def test_close_can_be_interrupted_anywhere_and_called_again(tmp_path):
     for number in itertools.count(1, 5):
         path = tmp_path / str(number)
         store = begun(path)
-        ticket = store.write("b", full(7, 40_000))
+        future = store.write("b", full(7, 40_000))
         with At(number, SOURCES, interrupt) as at, contextlib.suppress(KeyboardInterrupt):
             store.close()
         store.close()
         assert store.closed
-        ticket.result()
+        future.result()
         # The directory is unlocked, and the commit is there.
         TensorStore(path / "s", temporary=False).close()
         with TensorStore.open(path / "s") as old:
@@ -170,12 +165,3 @@ def test_a_handler_cannot_close_what_it_has_interrupted(tmp_path):
     with pytest.raises(RuntimeError, match="in the middle"), store._lock:
         store.close()
     store.close()
-
-
-def test_a_child_cancels_its_parents_ticket_without_a_lock(tmp_path):
-    with TensorStore(tmp_path) as store:
-        store.write("a", full(1, 1_000_000)).result()
-        read = store.read("a")
-        with held_by_another_thread(store._lock):
-            passes_in_child(read._request.cancel)
-        read.result()

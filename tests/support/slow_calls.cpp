@@ -179,6 +179,11 @@ class PathOf {
     const ssize_t length = ::readlink(link, path_, sizeof path_ - 1);
     path_[length > 0 ? length : 0] = '\0';
   }
+  // The path of a file that is opened relative to a directory.
+  PathOf(int directory, const char* name) : PathOf(directory) {
+    const size_t length = directory < 0 || name[0] == '/' ? 0 : ::strlen(path_);
+    (void)::snprintf(path_ + length, sizeof path_ - length, length > 0 ? "/%s" : "%s", name);
+  }
   const char* text() const { return path_; }
 
  private:
@@ -243,14 +248,15 @@ extern "C" {
 OPEN(open)
 OPEN(open64)
 
-#define OPENAT(name)                                                                 \
-  int name(int directory, const char* path, int flags, ...) {                        \
-    NEXT(name);                                                                      \
-    va_list arguments;                                                               \
-    va_start(arguments, flags);                                                      \
-    const mode_t mode = static_cast<mode_t>(va_arg(arguments, unsigned));            \
-    va_end(arguments);                                                               \
-    return on_path(path, flags, [&] { return real(directory, path, flags, mode); }); \
+#define OPENAT(name)                                                                         \
+  int name(int directory, const char* path, int flags, ...) {                                \
+    NEXT(name);                                                                              \
+    va_list arguments;                                                                       \
+    va_start(arguments, flags);                                                              \
+    const mode_t mode = static_cast<mode_t>(va_arg(arguments, unsigned));                    \
+    va_end(arguments);                                                                       \
+    const PathOf whole(directory, path);                                                     \
+    return on_path(whole.text(), flags, [&] { return real(directory, path, flags, mode); }); \
   }
 OPENAT(openat)
 OPENAT(openat64)

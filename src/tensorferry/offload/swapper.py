@@ -286,4 +286,6 @@ class AbsentAlias(AbsentWrapper):
         """Return the message of the error for an operation."""
         if isinstance(self.param, AbsentParameter):
             return self.param.refusal(operation)
-        return f"{operation}: this tensor was taken from a parameter that had no values; take it anew"
+        return (
+            f"{operation}: this tensor was taken from a parameter that had no values; take it anew"
+        )

@@ -1,187 +1,172 @@
-"""The directories of stores with named files: writing manifests and marker files, and removing leftovers.
+"""An open directory of a store: its files, and the lock by which only one store at a time writes named files into it.
 
-The manifest of a store is in its first directory. Each further directory has a marker file ``tensorferry-RUN.part``
-that names the first directory. RUN is the random identifier in the names of all files of one store object. The marker
-is written before the manifest names any segment, so no other store treats the segments as leftovers.
+All files are accessed through one descriptor of the directory, so they stay the same files if the directory is renamed
+and another one gets its name. The lock is a lock on a small file in the directory, which the kernel releases when the
+process ends. The file has the process and the run of the last holder, for messages and for processes that open a commit
+of a store that is still writing. It stays in the directory: if it were removed, two stores could lock different files
+of this name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorferry.base.file_locks import is_locked, open_lock_file, set_lock
+from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
-from tensorferry.store import manifest as manifests
-from tensorferry.transfer import publication
+from tensorferry.transfer.publication import OWN_FILES, storage_errors, sync_open_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator
 
-    from tensorferry.store.manifest import Manifest
-
-_PART = re.compile(r"tensorferry-([0-9a-f]{16})\.part", re.ASCII)
-_TEMPORARY = re.compile(r"\.tensorferry-[0-9a-f]{16}\.tmp", re.ASCII)
-_MAX_PART_NBYTES = 1 << 16
-
-
-def make_directory(path: str) -> list[str]:
-    """Create a directory and its missing parents. Return the directories in which names were created."""
-    with _error_context("making a directory for", Path(path)):
-        made_in = publication.make_directory(Path(path), sync=False)
-        Path(path).mkdir(exist_ok=True)  # raises if the path is a file
-    return [os.fspath(each) for each in made_in]
+LOCK_NAME = ".tensorferry-store.lock"
+_LOCK_NBYTES = 256
+# The errors of is_locked() on a file system without locks. No store can own a directory there.
+_NO_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def write_file(directory: str, name: str, data: bytes, run: str, *, sync: bool) -> None:
-    """Write a file, which atomically replaces an existing one."""
-    replace(write_temporary(directory, data, run, sync=sync), name)
+class Folder:
+    """An open directory.
 
-
-def write_temporary(directory: str, data: bytes, run: str, *, sync: bool) -> Path:
-    """Write a temporary file for :func:`replace`. On failure it is removed."""
-    temporary = Path(directory, f".tensorferry-{run}.tmp")
-    with _error_context("writing", temporary):
-        publication.write_temporary(temporary, data, sync=sync)
-    return temporary
-
-
-def replace(temporary: Path, name: str) -> None:
-    """Rename a temporary file to its final name, which replaces an existing file."""
-    with publication.remove_on_error(temporary):
-        rename(temporary, name)
-
-
-def rename(path: Path, name: str, *, missing_ok: bool = False) -> None:
-    """Rename a file within its directory, which replaces an existing file."""
-    ignored = [FileNotFoundError] if missing_ok else []
-    with _error_context("writing", path.with_name(name)), contextlib.suppress(*ignored):
-        publication.rename(path, path.with_name(name))
-
-
-def sync_directory(directory: str) -> None:
-    """Make the names in a directory durable."""
-    with _error_context("syncing the directory", Path(directory)):
-        publication.sync_directory(Path(directory))
-
-
-def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:
-    """Write the marker file, which names the first directory, to all other directories."""
-    data = json.dumps({"run": run, "first": os.fspath(Path(directories[0]).resolve())}).encode()
-    for directory in directories[1:]:
-        write_file(directory, f"tensorferry-{run}.part", data, run, sync=sync)
-
-
-def remove(directory: str, name: str, *, sync: bool) -> None:
-    """Remove a file, if it exists."""
-    with _error_context("removing", Path(directory, name)):
-        Path(directory, name).unlink(missing_ok=True)
-    if sync:
-        sync_directory(directory)
-
-
-def read_previous(directory: str) -> list[Manifest]:
-    """Return the manifest of the previous commit in a list, which is empty if it is missing or invalid.
-
-    Raises
-    ------
-    StorageError
-        The manifest cannot be read now, for example because too many files are open. It may be valid, so the segments
-        that it may name must not be removed.
+    Attributes
+    ----------
+    path : str
+        The path at which the directory was opened, for messages.
+    inner : str
+        A path that leads to the directory through its descriptor, whatever its name is.
     """
-    if manifests.PREVIOUS_NAME not in manifests.names_in(directory):
-        return []
-    try:
-        return [manifests.read(os.fspath(Path(directory, manifests.PREVIOUS_NAME)))]
-    except StorageError as error:
-        if error.errno is not None:
-            raise
-        return []
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with storage_errors(path, "opening a directory of a store"):
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.inner = f"{OWN_FILES}/{self.descriptor}"
+        self._closing = when_dropped(self, os.close, self.descriptor)
+        self._lock = -1
+        self._unlocking = self._closing
 
-def check(directories: Sequence[str]) -> list[Manifest]:
-    """Return the manifests in directories: that of the last commit, and that of the previous commit if it is kept.
+    def join(self, name: str) -> str:
+        """Return the path of a file, for messages."""
+        return f"{self.path}/{name}"
 
-    Raises
-    ------
-    StorageError
-        The directories have files of a store that a new store in them would ignore or remove.
-    """
-    committed = [
-        manifests.read(os.fspath(Path(directories[0], name)))
-        for name in manifests.names_in(directories[0])[:1]
-    ]
-    if committed:
-        committed += read_previous(directories[0])
-    runs = {manifest.run for manifest in committed}
-    for directory in directories[1:]:
-        if manifests.names_in(directory):
-            raise StorageError(
-                None,
-                "this directory has a committed store, so it must be the first in the list of directories (remedy: "
-                "give the directories in the order in which the store was created)",
-                directory,
-            )
-    for directory in directories:
-        for name in _names(directory):
-            match = _PART.fullmatch(name)
-            if match is None or match[1] in runs:
-                continue
-            first = _first_of(Path(directory, name))
-            # If the marker names this first directory, the marker's store was killed before its first commit, and the
-            # marker is a leftover.
-            if first is None or Path(first) != Path(directories[0]).resolve():
-                raise StorageError(
-                    None,
-                    f"this directory belongs to another store, whose first directory is {first!r} (remedy: give all "
-                    "directories of that store in their order, or remove tensorferry-* here, which deletes its "
-                    "tensors)",
-                    directory,
-                )
-    return committed
+    @contextlib.contextmanager
+    def opened(
+        self, name: str, flags: int, what: str = "opening a segment of a store"
+    ) -> Iterator[int]:
+        """Open a file for the block. Do not follow a symbolic link, and do not block on a FIFO."""
+        with storage_errors(self.join(name), what):
+            flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+            descriptor = os.open(name, flags, 0o666, dir_fd=self.descriptor)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
 
+    def unlink(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        missing = contextlib.suppress(FileNotFoundError)
+        with storage_errors(self.join(name), "removing a store's files"), missing:
+            os.unlink(name, dir_fd=self.descriptor)
 
-def remove_others(directories: Sequence[str], run: str, committed: Sequence[Manifest]) -> None:
-    """Remove all files of stores, except those of ``run`` and those that ``committed`` names. Errors are ignored."""
-    named = {(one.directory, one.name) for manifest in committed for one in manifest.segments}
-    parts = {run, *(manifest.run for manifest in committed)}
-    for at, directory in enumerate(directories):
-        for name in _names(directory):
-            other_run = manifests.run_of(name)
-            part = _PART.fullmatch(name)
-            is_unused = other_run not in (None, run) and (at, name) not in named
-            is_unused = is_unused or (part is not None and part[1] not in parts)
-            if is_unused or _TEMPORARY.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    Path(directory, name).unlink()
+    def names(self) -> set[str]:
+        """Return the names of all files."""
+        with storage_errors(self.path, "listing a store's files"):
+            return set(os.listdir(self.descriptor))  # noqa: PTH208
 
+    def sync(self) -> None:
+        """Make the names in the directory durable."""
+        with storage_errors(self.path, "syncing the directory of a store"):
+            sync_open_directory(self.descriptor)
 
-def remove_own(directories: Sequence[str], run: str, kept: Collection[str | None]) -> None:
-    """Remove the segments of a run, except those with a name in ``kept``. Errors are ignored."""
-    for directory in directories:
-        with contextlib.suppress(OSError):
-            for name in _names(directory):
-                if manifests.run_of(name) == run and name not in kept:
-                    Path(directory, name).unlink(missing_ok=True)
+    def is_at(self, path: str) -> bool:
+        """Return whether a path leads to this directory."""
+        return os.path.samestat(os.stat(path), os.fstat(self.descriptor))  # noqa: PTH116
 
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise StorageError unless the directory has its path, its lock and these files."""
+        with storage_errors(self.path, "looking for the directory of a store"):
+            if not self.is_at(self.path):
+                raise OSError(errno.ESTALE, "The directory was renamed, and another has its name")
+            if missing := {LOCK_NAME, *names} - self.names():
+                message = f"{min(missing)!r} was removed while the store was open"
+                raise OSError(errno.ENOENT, message)
 
-def _names(directory: str) -> list[str]:
-    with _error_context("listing", Path(directory)):
-        return os.listdir(directory)  # noqa: PTH208
+    # The lock
 
+    def lock(self, run: str) -> None:
+        """Lock the directory for a run.
 
-def _first_of(path: Path) -> str | None:
-    """Return the first directory of a store, which a marker file names. Return None if the marker is invalid."""
-    with _error_context("reading", path):
+        Raises
+        ------
+        StorageError
+            Another store has the lock (EBUSY), or the lock file cannot be used.
+        """
+        with storage_errors(self.join(LOCK_NAME), "locking the directory of a store"):
+            descriptor = open_lock_file(f"{self.inner}/{LOCK_NAME}")
+            try:
+                if not set_lock(descriptor, fcntl.F_WRLCK):
+                    raise self._busy(_holder(descriptor)[0], "writes into this directory")
+                # One write of a fixed size: a reader finds the old content or the new one.
+                content = json.dumps({"process": os.getpid(), "run": run}).ljust(_LOCK_NBYTES)
+                os.pwrite(descriptor, content.encode(), 0)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        lock_descriptors.add(descriptor)
+        self._lock = descriptor
+        self._unlocking = when_dropped(self, _unlock, descriptor)
+
+    def release(self) -> None:
+        """Release the lock, and close the directory."""
+        # A finalizer runs only once. If Ctrl-C interrupts the unlock, the finalizer must remain for another attempt, so
+        # this calls the function directly and detaches the finalizer afterwards.
+        if self._lock >= 0:
+            _unlock(self._lock)
+            self._unlocking.detach()
+        self._closing()
+
+    def check_no_writer(self, run: str) -> None:
+        """Raise StorageError (EBUSY) if the store of a run is still open, and may overwrite the data of its commit.
+
+        Raises
+        ------
+        StorageError
+            It is so, or it is unknown whether it is so.
+        """
+        if LOCK_NAME not in self.names():
+            return
         try:
-            with manifests.open_untrusted(os.fspath(path)) as file:
-                return str(json.loads(file.read(_MAX_PART_NBYTES))["first"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
+            with self.opened(LOCK_NAME, os.O_RDONLY, "looking for the writer of a store") as lock:
+                process, holder = _holder(lock)
+                if holder == run and is_locked(lock):
+                    raise self._busy(
+                        process,
+                        "is open, and may overwrite the data of its commit; remedy: close that store, or open a "
+                        "snapshot of it",
+                    )
+        except StorageError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def _busy(self, process: int | None, reason: str) -> StorageError:
+        holder = "another process" if process is None else f"process {process}"
+        message = f"{os.strerror(errno.EBUSY)} (a store of {holder} {reason})"
+        return StorageError(errno.EBUSY, message, self.path)
 
 
-def _error_context(action: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    return publication.storage_errors(path, f"{action} a store's files")
+def _holder(descriptor: int) -> tuple[int | None, str]:
+    """Return the process and the run in a lock file."""
+    try:
+        content = json.loads(os.pread(descriptor, _LOCK_NBYTES, 0))
+        return int(content["process"]), str(content["run"])
+    except (ValueError, TypeError, KeyError, OSError):
+        return None, ""
+
+
+def _unlock(descriptor: int) -> None:
+    lock_descriptors.unlock(descriptor, lambda: set_lock(descriptor, fcntl.F_UNLCK))

@@ -1,328 +1,240 @@
-"""The manifest of a committed store or a snapshot: the names, descriptions, pieces and CRC-32s of its tensors, as JSON.
+"""The manifest of a commit or a snapshot: the names, descriptions, pieces and CRC-32s of its tensors, as JSON.
 
-The first line has the size and the CRC-32 of the second line, which has all data:
+Commits are numbered, and each has its own file, ``tensorferry-store-NUMBER.json``. The last commit is the one with the
+highest number. The first line has the CRC-32 and the size of the rest, which is one line with all data:
 
-    {"format": "tensorferry.store", "version": 1, "nbytes": 4711, "crc32": 123456}
-    {"run": ..., "directories": 1, "chunk_nbytes": ..., "record": ..., "segments": [...], "tensors": [...]}
+    {"format": "tensorferry.store", "version": 2, "store": ..., "run": ..., "previous": 6, "directories": 1,
+     "directory": 0, "chunk_nbytes": ..., "record": ..., "segments": [...], "tensors": [...]}
 
-"run" is the random identifier in the file names of the store object that wrote the manifest. "record" is data of the
-program, in base64. Each segment, which is a file with tensors, is ``[directory, name, nbytes]``. Each tensor is
-``[name, dtype, shape, nbytes, pieces, checksums]``. A piece is the range ``[segment, offset, nbytes]`` of a segment.
-The checksums of a piece, one for each ``chunk_nbytes`` of it, are a base64 text of 32-bit little-endian numbers.
+"store" is a random identifier that all commits in a directory have, and "run" that of the store object that wrote the
+manifest, which is in its file names. "previous" is the number of the commit that was kept with this one, or null.
+"record" is data of the program, in base64. Each segment, which is a file with tensors, is ``[directory, name]``. Each
+tensor is ``[name, dtype, shape, nbytes, segment, offset, checksums]``, with one CRC-32 for each ``chunk_nbytes`` of it,
+or null. The first of several directories has the manifests of all commits. Each of the others has one without tensors,
+which shows to which store it belongs, as the directory with the number "directory".
 
-A manifest is untrusted input: it is validated completely before any part of it is used.
+The text is UTF-8 in which surrogates are allowed, because names may be any strings, and JSON's escapes would join two
+surrogates to one character. A manifest is untrusted input: it is validated completely before any part of it is used.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-import contextlib
 import json
 import os
 import re
-import sys
 import zlib
 from array import array as numbers
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.base.checks import MAX_FILE_NBYTES, integer
+from tensorferry.base.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
-from tensorferry.store.tensors import TensorInfo, checked_info, text_of
+from tensorferry.store.tensors import MAX_DIMENSIONS, TensorInfo
 from tensorferry.transfer.publication import storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-NAME = "tensorferry-store.json"
-# The manifest of the previous commit, if it is kept: a commit renames the existing manifest to this name before it
-# renames the new manifest to NAME.
-PREVIOUS_NAME = "tensorferry-store-previous.json"
-FORMAT, VERSION = "tensorferry.store", 1
+    from tensorferry.store.folder import Folder
 
+MAX_DIRECTORIES = 1 << 10
+_FORMAT = {"format": "tensorferry.store", "version": 2}
 # Pieces begin at multiples of this, on every file system.
 _ALIGNMENT = 4096
-_MAX_NBYTES = 1 << 30
-_MAX_HEAD_NBYTES = 4096
-_MAX_SEGMENTS = 1 << 20
-MAX_DIRECTORIES = 1 << 10
+_MAX_NBYTES = 1 << 31
 
-_SEGMENT_NAME = re.compile(r"tensorferry-([0-9a-f]{16})-\d{1,10}-\d{1,10}\.segment", re.ASCII)
-
-
-class StoredSegment(NamedTuple):
-    """A segment file: the number of its directory, its name there, and its minimum size."""
-
-    directory: int
-    name: str
-    nbytes: int
+_NAME = re.compile(r"tensorferry-store-([1-9]\d{0,17})\.json", re.ASCII)
+_OLD_NAME = "tensorferry-store.json"  # of a format that was never released
+_IDENTIFIERS = re.compile(r"[0-9a-f]{16} [0-9a-f]{16}", re.ASCII)
+# The names of segments and of temporary files, with the run.
+_OWN_NAME = re.compile(r"\.?tensorferry-store-([0-9a-f]{16})(-\d{1,18}\.segment|\.tmp)", re.ASCII)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor: its description, its pieces (segment, offset, nbytes), and for each piece the CRC-32s of its chunks."""
+    """A tensor: its description with the text of its dtype, its segment and offset, and the CRC-32s of its chunks."""
 
     info: TensorInfo
-    pieces: tuple[tuple[int, int, int], ...]
-    chunks: list[numbers[int]] | None
+    segment: int
+    offset: int
+    chunks: numbers[int] | None
 
 
 class Manifest(NamedTuple):
     """The content of a manifest. The fields are those of the JSON in the module's description."""
 
+    store: str
     run: str
-    directory_count: int
+    previous: int | None
+    directories: int
+    directory: int
     chunk_nbytes: int
     record: bytes
-    segments: Sequence[StoredSegment]
+    segments: Sequence[tuple[int, str]]
     tensors: Mapping[str, StoredTensor]
 
 
-def new_run() -> str:
-    """Return a random identifier for the file names of one store."""
-    return os.urandom(8).hex()
-
-
-def segment_prefix(run: str, directory: int) -> str:
-    """Return the prefix of the names of a directory's segments."""
-    return f"tensorferry-{run}-{directory}-"
+def name_of(number: int) -> str:
+    """Return the file name of the manifest with a number."""
+    return f"tensorferry-store-{number}.json"
 
 
 def run_of(name: str) -> str | None:
-    """Return the run in a segment's file name, or None if it is not the name of a segment."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    return None if match is None else match[1]
+    """Return the run in the name of a segment or a temporary file, or None for any other name."""
+    match = _OWN_NAME.fullmatch(name)
+    return match and match[1]
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest."""
-    body = json.dumps(
-        {
-            "run": manifest.run,
-            "directories": manifest.directory_count,
-            "chunk_nbytes": manifest.chunk_nbytes,
-            "record": base64.b64encode(manifest.record).decode(),
-            "segments": manifest.segments,
-            "tensors": [
-                [
-                    name,
-                    text_of(stored.info.dtype),
-                    stored.info.shape,
-                    stored.info.nbytes,
-                    stored.pieces,
-                    None if stored.chunks is None else [_text_of(sums) for sums in stored.chunks],
-                ]
-                for name, stored in manifest.tensors.items()
-            ],
-        },
-        separators=(",", ":"),
-    ).encode()
-    if len(body) > _MAX_NBYTES:
-        raise ValueError(
-            f"the manifest has {len(body)} bytes, more than the limit of {_MAX_NBYTES}"
+def numbers_in(names: Iterable[str], directory: str) -> list[int]:
+    """Return the numbers of the manifests among the names of a directory's files, the highest first.
+
+    Raises
+    ------
+    StorageError
+        The directory has a store in a format that is not supported.
+    """
+    names = list(names)
+    if _OLD_NAME in names:
+        raise StorageError(
+            None,
+            "this directory has a store of a tensorferry before its first release, in a format that is not supported "
+            "(remedy: use another directory, or the tensorferry that wrote it)",
+            directory,
         )
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "nbytes": len(body),
-        "crc32": zlib.crc32(body),
-    }
-    return json.dumps(head).encode() + b"\n" + body + b"\n"
+    return sorted((int(each[1]) for each in map(_NAME.fullmatch, names) if each), reverse=True)
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the file names of the manifests in a directory: of the last commit, and of the previous one if kept.
+    """Return the names of the manifests in a directory, that of the last commit first; none if it does not exist."""
+    with storage_errors(directory, "looking for the manifest of a store"):
+        names = os.listdir(directory) if os.path.lexists(directory) else []  # noqa: PTH208
+    return [name_of(number) for number in numbers_in(names, directory)]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest, after checking that they can be read again.
 
     Raises
     ------
-    StorageError
-        It is unknown whether a manifest exists. The segments that it may name must not be removed then.
+    ValueError
+        They are too many, or they would be another manifest when they are read.
     """
-    found = []
-    for name in (NAME, PREVIOUS_NAME):
-        path = os.path.join(directory, name)  # noqa: PTH118
-        context = storage_errors(path, "looking for the manifest of a store")
-        with context, contextlib.suppress(FileNotFoundError):
-            os.lstat(path)  # a symbolic link counts, even if its target is missing now
-            found.append(name)
-    return found
+    tensors = [
+        (name, *info, segment, offset, None if chunks is None else chunks.tolist())
+        for name, (info, segment, offset, chunks) in manifest.tensors.items()
+    ]
+    record = base64.b64encode(manifest.record).decode()
+    content = _FORMAT | manifest._asdict() | {"record": record, "tensors": tensors}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    body = text.encode("utf-8", "surrogatepass")
+    data = b"%08x %016x\n%b\n" % (zlib.crc32(body), len(body), body)
+    if len(data) > _MAX_NBYTES or from_bytes(data) != manifest:
+        raise ValueError(f"tensors and record do not fit a manifest ({len(data)} bytes)")
+    return data
 
 
-def open_untrusted(path: str) -> BinaryIO:
-    """Open an untrusted file. O_NONBLOCK keeps open() from waiting for the writer of a FIFO."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def from_bytes(data: bytes) -> Manifest | None:
+    """Parse and validate a manifest. Return None if it is incomplete, and raise ValueError if it is damaged."""
+    head = re.match(rb"([0-9a-f]{8}) ([0-9a-f]{16})\n", data)
+    body = data[26:-1]
+    if not data.strip(b"\0") or len(data) < 26 or (head and len(body) < int(head[2], 16)):
+        return None
+    if head is None or len(body) > int(head[2], 16) or zlib.crc32(body) != int(head[1], 16):
+        raise ValueError("its checksum is wrong")
     try:
-        return open(descriptor, "rb")
-    except BaseException:  # for example, IsADirectoryError
-        os.close(descriptor)
-        raise
+        content = json.loads(body.decode("utf-8", "surrogatepass"))
+        form = {key: content.pop(key) for key in _FORMAT}
+        if form != _FORMAT:
+            raise ValueError(f"it has {form}, and this tensorferry reads {_FORMAT}")
+        return _checked(Manifest(**content))
+    except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
-def read(path: str, still_valid: Callable[[Manifest], None] | None = None) -> Manifest:
-    """Read and validate a manifest.
-
-    ``still_valid`` is called with the manifest, and may raise. If the file was replaced before ``still_valid``
-    returned, the new file is read.
-
-    Raises
-    ------
-    StorageError
-        The manifest does not exist, cannot be read, or is invalid.
-    """
-    while True:
-        try:
-            with open_untrusted(path) as file:
-                manifest = from_bytes(file.read(_MAX_HEAD_NBYTES + _MAX_NBYTES + 1))
-                if still_valid is None:
-                    return manifest
-                still_valid(manifest)
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
-                    return manifest
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                error.errno, f"{error.strerror} (reading the manifest of a store)", path
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise StorageError(
-                None,
-                f"the manifest of the store is unusable: {error} (remedy: open a snapshot or another copy; to create a "
-                "new store in this directory, remove tensorferry-* from it, which deletes the tensors)",
-                path,
-            ) from None
-
-
-def from_bytes(data: bytes) -> Manifest:
-    """Parse and validate a manifest. Raise ValueError if it is invalid."""
-    line, _, rest = data.partition(b"\n")
-    if len(line) > _MAX_HEAD_NBYTES:
-        raise ValueError("its first line is too long")
-    head = _json(line, "first line")
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise ValueError("its first line is not that of a store")
-    if head.get("version") != VERSION:
-        raise ValueError(
-            f"it has version {head.get('version')!r}, and this tensorferry reads version {VERSION}"
-        )
-    body = rest.removesuffix(b"\n")
-    if head.get("nbytes") != len(body) or head.get("crc32") != zlib.crc32(body):
-        raise ValueError(
-            "it is incomplete or damaged (likely cause: a power cut after a commit without sync=True)"
-        )
-    try:
-        return _validate(_json(body, "body"))
-    except TypeError as error:  # from integer()
-        raise ValueError(str(error)) from None
-
-
-def _validate(body: Any) -> Manifest:
-    if not isinstance(body, dict):
-        raise ValueError("its body is not an object")
-    run = body.get("run")
-    if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run, re.ASCII):
-        raise ValueError(f"run {run!r} is invalid")
-    count = integer(body.get("directories"), "directories", 1, MAX_DIRECTORIES)
-    chunk = integer(body.get("chunk_nbytes"), "chunk_nbytes", 4096, 4 << 20)
-    segments = [_segment(one, count) for one in _list(body.get("segments"), 3, "segments")]
-    if len(segments) > _MAX_SEGMENTS:
-        raise ValueError(f"it has {len(segments)} segments")
-    tensors: dict[str, StoredTensor] = {}
-    for one in _list(body.get("tensors"), 6, "tensors"):
-        name, dtype, shape, nbytes, pieces, chunks = one
-        if not isinstance(name, str) or name in tensors:
-            raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
-        try:
-            tensors[name] = _tensor(dtype, shape, nbytes, pieces, chunks, segments, chunk)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"tensor {name!r}: {error}") from None
-    return Manifest(run, count, chunk, _base64(body.get("record")), segments, tensors)
-
-
-def _segment(one: list[Any], directory_count: int) -> StoredSegment:
-    directory, name, nbytes = one
-    integer(directory, "a segment's directory", 0, directory_count - 1)
-    if not isinstance(name, str) or run_of(name) is None:
-        raise ValueError(f"{name!r} is not the name of a segment")
-    return StoredSegment(directory, name, integer(nbytes, "a segment's size", 0, MAX_FILE_NBYTES))
-
-
-def _tensor(
-    dtype: Any,
-    shape: Any,
-    nbytes: Any,
-    pieces: Any,
-    chunks: Any,
-    segments: list[StoredSegment],
-    chunk_nbytes: int,
-) -> StoredTensor:
-    info = checked_info(dtype, shape, nbytes)
-    found: list[tuple[int, int, int]] = []
-    for segment, offset, size in _list(pieces, 3, "pieces"):
-        integer(segment, "a piece's segment", 0, len(segments) - 1)
-        integer(size, "a piece's size", 1, MAX_FILE_NBYTES)
-        most = segments[segment].nbytes - size
-        integer(offset, "a piece's offset", 0, most, multiple_of=_ALIGNMENT)
-        found.append((segment, offset, size))
-    if sum(size for _, _, size in found) != info.nbytes:
-        raise ValueError(f"its pieces do not have the {info.nbytes} bytes of the tensor")
-    sizes = [size for _, _, size in found]
-    if len(sizes) > 1 and (
-        len(set(sizes[:-1])) > 1 or sizes[0] % _ALIGNMENT or sizes[-1] > sizes[0]
+def _checked(content: Manifest) -> Manifest:
+    store, run, previous, count, directory, chunk_nbytes, *_ = content
+    record: Any = content.record
+    segments: Any = content.segments
+    tensors: Any = content.tensors
+    sizes = [count, chunk_nbytes, directory, 1 if previous is None else previous]
+    if not (
+        _IDENTIFIERS.fullmatch(f"{store} {run}") and _are_sizes(*sizes, *(at for at, _ in segments))
     ):
-        raise ValueError(
-            f"all of its pieces except the last must have the same size, a multiple of {_ALIGNMENT}, and the last must "
-            f"not be larger (got {sizes})"
-        )
-    if chunks is None:
-        return StoredTensor(info, tuple(found), None)
-    if not isinstance(chunks, list) or len(chunks) != len(found):
-        raise ValueError("its checksums are not a list with one entry for each of its pieces")
-    sums = [_numbers(text) for text in chunks]
-    for of_piece, size in zip(sums, sizes, strict=True):
-        if len(of_piece) != -(-size // chunk_nbytes):
-            raise ValueError(f"a piece of {size} bytes has {len(of_piece)} checksums")
-    return StoredTensor(info, tuple(found), sums)
+        raise ValueError("an identifier or a number is invalid")
+    if not (directory < count <= MAX_DIRECTORIES and 4096 <= chunk_nbytes <= 4 << 20):
+        raise ValueError(f"it has {count} directories, and chunks of {chunk_nbytes} bytes")
+    for at, name in segments:
+        if at >= count or run_of(name) is None or not name.endswith(".segment"):
+            raise ValueError(f"{name!r} in directory {at} is not a segment")
+    found: dict[str, StoredTensor] = {}
+    for name, *stored in tensors:
+        if type(name) is not str or name in found:
+            raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
+        found[name] = _tensor(name, len(segments), chunk_nbytes, *stored)
+    return content._replace(
+        record=base64.b64decode(record, validate=True),
+        segments=[(at, name) for at, name in segments],
+        tensors=found,
+    )
 
 
-def _json(text: bytes, what: str) -> Any:
+def _tensor(tensor: str, count: int, chunk_nbytes: int, *stored: Any) -> StoredTensor:
+    dtype, shape, nbytes, segment, offset, sums = stored
+    chunks = None if sums is None else numbers("I", sums)
+    if not (
+        isinstance(dtype, (str, type(None)))
+        and _are_sizes(nbytes, segment, offset, *shape)
+        and len(shape) <= MAX_DIMENSIONS
+        and (segment < count and offset % _ALIGNMENT == 0 and offset + nbytes <= MAX_FILE_NBYTES)
+        and (chunks is None or len(chunks) == -(-nbytes // chunk_nbytes))
+    ):
+        raise ValueError(f"tensor {tensor!r}: {stored!r:.500} is invalid")
+    return StoredTensor(TensorInfo(dtype, tuple(shape), nbytes), segment, offset, chunks)
+
+
+def _are_sizes(*values: Any) -> bool:
+    return all(type(value) is int and 0 <= value <= MAX_FILE_NBYTES for value in values)
+
+
+def read(folder: Folder, number: int) -> Manifest | None:
+    """Read and validate a manifest. Return None if it is incomplete, as a power cut may leave it.
+
+    Raises
+    ------
+    StorageError
+        The manifest cannot be read, or is damaged.
+    """
+    name = name_of(number)
+    with (
+        folder.opened(name, os.O_RDONLY, "reading the manifest of a store") as descriptor,
+        open(descriptor, "rb", closefd=False) as file,
+    ):
+        data = file.read(_MAX_NBYTES + 1)
     try:
-        return json.loads(text)
+        return from_bytes(data)
     except ValueError as error:
-        raise ValueError(f"its {what} is not JSON: {error}") from None
+        raise StorageError(
+            None,
+            f"the manifest of the store is damaged: {error} (remedy: open a snapshot or another copy; to create a new "
+            "store in this directory, remove tensorferry-store-* from it, which deletes the tensors)",
+            folder.join(name),
+        ) from None
 
 
-def _list(value: Any, length: int, what: str) -> Iterable[list[Any]]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is not a list")
-    for one in value:
-        if not isinstance(one, list) or len(one) != length:
-            raise ValueError(f"one of the {what} does not have {length} items")
-    return value
+def find(folder: Folder, *, previous: bool = False) -> tuple[int, Manifest] | None:
+    """Return the number and the manifest of the last commit, or of the one that was kept with it. None: not there.
 
+    An incomplete manifest is ignored: its commit was interrupted.
 
-def _base64(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise ValueError("a base64 text is missing")
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError("a text is not valid base64") from None
-
-
-def _text_of(sums: numbers[int]) -> str:
-    return base64.b64encode(_little_endian(sums).tobytes()).decode()
-
-
-def _numbers(text: Any) -> numbers[int]:
-    data = _base64(text)
-    if len(data) % 4 != 0:
-        raise ValueError("its checksums are not 32-bit numbers")
-    return _little_endian(numbers("I", data))
-
-
-def _little_endian(sums: numbers[int]) -> numbers[int]:
-    if sys.byteorder == "little":
-        return sums
-    swapped = numbers("I", sums)
-    swapped.byteswap()
-    return swapped
+    Raises
+    ------
+    StorageError
+        A manifest cannot be read, or is damaged.
+    """
+    numbers = numbers_in(folder.names(), folder.path)
+    for number in numbers:
+        if (found := read(folder, number)) is not None:
+            if previous:
+                number = found.previous or 0
+                found = read(folder, number) if number in numbers else None
+            return None if found is None else (number, found)
+    return None

@@ -1,9 +1,22 @@
-"""The segments of a store, which are the files in its directories, and the pieces of tensors in them.
+"""The segments of a store, which are the files in its directories, and the space in them.
 
-All space of a segment is allocated when it is created, so a full disk is reported at that time. Freed space is reused.
-A frozen segment is read-only: its freed space is not reused, and it is dropped once it has no pieces. The tables of
-segments and free ranges, and the counters of bytes, change under the store's lock. Files are created and closed without
-it, because a slow drive must not block calls that use other drives.
+A *segment* is a file, and a *piece* is the range of a segment that a tensor occupies. A tensor of at least
+``LARGE_NBYTES`` is *alone* in its segment, and the others share segments. Named segments alone are opened for each use.
+Unnamed ones are open for as long as they exist, so only a part of the process's descriptors is used for them, and
+further large tensors share segments, too.
+
+The space of a piece is allocated on the drive before the piece is used, so a full disk is reported at that time. Once
+nothing refers to a piece, it is free, and the next tensor of exactly its size gets it: training writes tensors of the
+same sizes again and again, and data that replace data are written fastest. Free segments beyond an allowance are
+removed. If too much space in shared segments is free, the store copies the tensors in them to new ones. So the file
+system is the allocator.
+
+A segment is *frozen* if a snapshot links to it, or if its data may be lost: no piece in it is used again.
+
+KeyboardInterrupt may be raised between any two bytecodes. The tables change in such an order that an interrupt can lose
+the space of a piece until its file is removed, but never give a piece to two tensors. Tables change under the store's
+lock, which is held for computations only. Files are created, removed and closed without it, because a slow drive must
+not block calls that use other drives.
 """
 
 from __future__ import annotations
@@ -13,352 +26,456 @@ import errno
 import itertools
 import mmap
 import os
+import resource
 import threading
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
-from tensorferry.store.space import Space
-from tensorferry.transfer.requests import submit_one
 from tensorferry.transfer.runtime import with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable
 
+    from tensorferry.store.folder import Folder
 
-# Extents begin and end at multiples of this number. It is a multiple of the page size, which mapping requires, and of
+# Pieces begin and end at multiples of this number. It is a multiple of the page size, which mapping requires, and of
 # 4096, which direct I/O requires.
 GRANULARITY = max(4096, mmap.PAGESIZE)
-# If a file system has larger blocks, up to this size, extents also begin and end at multiples of a block. Otherwise the
+# If a file system has larger blocks, up to this size, pieces also begin and end at multiples of a block. Otherwise the
 # page cache, which writes whole blocks, could overwrite the neighbour of a tensor that is written with direct I/O. XFS
 # supports blocks of up to 64 KiB. A larger f_bsize, which network file systems report, is a preferred I/O size and not
 # a block size.
 _MAX_BLOCK_NBYTES = 64 << 10
 
-# After this number of segments in a directory, the next ones are twice as large. So 320 descriptors suffice for 2 TiB
-# with segments of 64 MiB. A segment that is smaller than the store's segment size has at least 1/32 of the space of all
-# segments.
-_COUNT_OF_A_SIZE = 32
-# The size of the first segment, if the total is unknown. Each of the next segments doubles the total.
-_FIRST_NBYTES = 1 << 20
+LARGE_NBYTES = 256 << 10
+# A shared segment grows in steps that double its size, between these two limits.
+_MIN_STEP_NBYTES, _MAX_STEP_NBYTES = 1 << 20, 8 << 20
+# It has at most this size, or a larger one in a directory that would need more than _SHARED_COUNT of them.
+_SHARED_NBYTES, _SHARED_COUNT = 16 << 20, 64
+# Free pieces of this size are kept in any case.
+_KEPT_NBYTES = 24 << 20
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
-@dataclass(eq=False, slots=True)
 class Segment:
-    """One file of a store, with the amount of its space in use."""
+    """One file of a store.
 
-    directory: StoreDirectory
-    number: int
-    file: _core.File
-    nbytes: int
-    name: str | None  # None for an unnamed file
-    frozen: bool = False  # read-only from now on
-    held_nbytes: int = field(init=False)  # space on the drive, less than the size once it has holes
-    used_nbytes: int = field(default=0, init=False)  # the space of its pieces
-    # reserve() has promised its space: compaction must not return it.
-    reserved: bool = field(default=False, init=False)
-    # The value of used_nbytes with which compaction failed.
-    stuck_at_nbytes: int = field(default=-1, init=False)
-    # Some of its data may not have reached the drive.
-    sync_failed: bool = field(default=False, init=False)
+    Attributes
+    ----------
+    name : str or None
+        None for an unnamed file.
+    file : _core.File or None
+        The open file; None for a named segment alone.
+    nbytes, end : int
+        The size of the file, and the end of the last piece.
+    extents : dict of int to Extent
+        By their offsets, the ranges that belong to pieces, in use or free.
+    written, synced : int
+        How many writes have ended, and how many of them are durable.
+    """
 
-    def __post_init__(self) -> None:
-        self.held_nbytes = self.nbytes
+    def __init__(
+        self, directory: StoreDirectory, name: str | None, file: _core.File | None, alone: bool
+    ) -> None:
+        self.directory, self.name, self.file, self.alone = directory, name, file, alone
+        self.nbytes = self.end = self.written = self.synced = 0
+        self.extents: dict[int, Extent] = {}
+        self.frozen = self.sync_failed = False
 
     @property
-    def is_small(self) -> bool:
-        """Whether the segment has too few bytes in use to be worth its descriptor."""
-        return self.frozen and 4 * self.used_nbytes < max(self.nbytes, self.directory.first_nbytes)
+    def used_nbytes(self) -> int:
+        """The space of the pieces, in use or free."""
+        return sum(one.nbytes for one in self.extents.values())
+
+    def check_synced(self) -> None:
+        """Raise StorageError if a sync has failed: a later one may succeed although data were lost."""
+        if self.sync_failed:
+            why = "an earlier sync of the file has failed; remedy: write its tensors again"
+            path = self.directory.folder.join(self.name or "")
+            raise StorageError(errno.EIO, f"{os.strerror(errno.EIO)} ({why})", path)
+
+    def open(self) -> _core.File:
+        """Return the open file. If it is a named segment alone, the request that uses it closes it."""
+        if self.file is not None:
+            return self.file
+        directory, name = self.directory, self.name or ""
+        file = with_descriptors(directory.scheduler, lambda: directory.open(name, alone=self.alone))
+        self.file = None if self.alone else file
+        return file
 
 
-class Extent(NamedTuple):
-    """A range of a segment. Its space is ``nbytes`` rounded up to the directory's granularity."""
+class Piece:
+    """A range of a segment. Once nothing refers to this object, the range is free."""
 
+    __slots__ = ("__weakref__", "nbytes", "offset", "segment")
+
+    def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
+        self.segment, self.offset, self.nbytes = segment, offset, nbytes
+        extent = Extent(self, segment.directory.dropped.append)
+        extent.segment, extent.offset, extent.nbytes = segment, offset, nbytes
+        segment.extents[offset] = extent
+
+
+class Extent(weakref.ref[Piece]):
+    """A range that is allocated on the drive, as a weak reference to the piece that owns it.
+
+    The garbage collector may drop the last reference to a piece at any point of any thread, and an interrupt between
+    any two lines. The callback adds the extent to a list, in one C call that KeyboardInterrupt cannot divide, and the
+    store's next call frees the extents in the list. If that is interrupted, the call after it repeats it.
+    """
+
+    __slots__ = ("nbytes", "offset", "segment")
     segment: Segment
     offset: int
     nbytes: int
 
 
-class Piece:
-    """The extent of a tensor, or of a part of a tensor. The extent is freed once nothing refers to this object.
-
-    The garbage collector may drop the last reference at any point of any thread. The callback of a weak reference
-    therefore only adds the reference to a list of freed pieces, in a single C call that KeyboardInterrupt cannot
-    divide. The store's next call frees the space.
-    """
-
-    __slots__ = ("__weakref__", "nbytes", "offset", "segment")
-
-    def __init__(self, extent: Extent) -> None:
-        self.segment, self.offset, self.nbytes = extent
-
-
 class StoreDirectory:
-    """One of a store's directories, with its segments and its scheduler."""
+    """One of a store's directories, with its segments and its scheduler.
+
+    ``lock`` is the store's lock, which is notified when a file was made. ``new_name`` returns the names of new
+    segments, or is None for unnamed ones.
+    """
 
     def __init__(
         self,
-        path: str,
-        weight: float,
+        folder: Folder,
         scheduler: _core.Scheduler,
-        *,
+        lock: threading.Condition,
         direct: str,
-        segment_nbytes: int,
-        prefix: str | None,
+        new_name: Callable[[], str] | None,
+        weight: float = 1.0,
+        writable: bool = True,
     ) -> None:
-        self.path = path
-        self.weight = weight
-        self.scheduler = scheduler
-        self.segments: dict[int, Segment] = {}
-        self.used_nbytes = 0  # the space of all pieces
-        self.held_nbytes = 0  # the space of all segments
-        self.growing = threading.RLock()  # held by the thread that creates a segment
-        # Whether a thread is creating a segment. Other threads read this without waiting for `growing`.
-        self.is_growing = False
-        self.dropped: deque[Segment] = deque()  # segments with files that must still be closed
-        self._numbers = itertools.count()
-        self._direct = direct
-        self._granularity = _granularity_of(path)
-        self._segment_nbytes = self.rounded(segment_nbytes)
-        self.first_nbytes = min(_FIRST_NBYTES, self._segment_nbytes)
-        self._prefix = prefix  # the prefix of the segments' names; None for unnamed files
-        self._space = Space()
-
-    @property
-    def free_nbytes(self) -> int:
-        """The space in segments that no piece occupies."""
-        return self._space.free_nbytes
+        self.folder, self.scheduler, self.weight = folder, scheduler, weight
+        self._lock, self._direct, self._writable = lock, direct, writable
+        self._new_name = new_name
+        self.segments: dict[Segment, None] = {}
+        self.growing = threading.RLock()  # held by the thread that makes or extends a file
+        self.is_growing = False  # other threads read this without waiting for `growing`
+        self.closed = False
+        self.has_new_names = True  # since the directory was synced
+        self.live_nbytes = 0  # the space of the pieces in use, except those in frozen segments
+        self.free_nbytes = 0  # the space of the free pieces, and of those in shared segments
+        self.shared_free_nbytes = 0
+        self.reserved_nbytes = 0  # the space that reserve() has promised
+        # The bytes that were written since the last commit, and between the last one and the one before it.
+        self.changed_nbytes = self.earlier_nbytes = 0
+        self.dropped: deque[Extent] = deque()
+        self._free: dict[int, list[Piece]] = {}  # by size; the size that was freed last comes last
+        self._shared: Segment | None = None  # the shared segment that gets new pieces
+        self._has_empty = False
+        block = os.fstatvfs(folder.descriptor).f_bsize
+        is_power = GRANULARITY < block <= _MAX_BLOCK_NBYTES and block & (block - 1) == 0
+        self._granularity = block if is_power else GRANULARITY
 
     def rounded(self, nbytes: int) -> int:
-        """Return the space for ``nbytes``, rounded up to the granularity."""
-        return -(-nbytes // self._granularity) * self._granularity
+        """Return the space for ``nbytes``: at least one block."""
+        return max(-(-nbytes // self._granularity), 1) * self._granularity
 
-    def has_gap(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` can be allocated without a new segment."""
-        return self._space.largest_nbytes >= self.rounded(nbytes)
+    def load(self, nbytes: int) -> float:
+        """Return the bytes in use, with ``nbytes`` more, in relation to the directory's weight."""
+        return (self.live_nbytes + nbytes) / self.weight
 
-    def allocate(self, nbytes: int) -> Extent | None:
-        """Allocate an extent in a free range, or return None if no gap is large enough."""
-        found = self._space.allocate(self.rounded(nbytes))
-        if found is None:
+    # Tables. The caller holds the store's lock.
+
+    def take(self, nbytes: int) -> Piece | None:
+        """Return a free piece of exactly this space, or None."""
+        if not (pieces := self._free.get(nbytes)):
             return None
-        extent = Extent(self.segments[found[0]], found[1], nbytes)
-        self.account(extent)
-        return extent
+        piece = pieces.pop()
+        self._count_free(piece, -1)
+        self.live_nbytes += nbytes
+        self.changed_nbytes += nbytes
+        return piece
 
-    def account(self, extent: Extent) -> None:
-        """Add an allocated extent to the counters."""
-        extent.segment.used_nbytes += self.rounded(extent.nbytes)
-        self.used_nbytes += self.rounded(extent.nbytes)
+    def reclaim(self) -> None:
+        """Make the pieces free to which nothing refers any more."""
+        while self.dropped:
+            extent = self.dropped[0]
+            segment = extent.segment
+            # Otherwise an interrupted call has freed the extent already, or it was cut.
+            if segment.extents.get(extent.offset) is extent:
+                if segment.frozen:
+                    del segment.extents[extent.offset]
+                    self._has_empty = True
+                else:
+                    self.live_nbytes -= extent.nbytes
+                    self._add_free(Piece(segment, extent.offset, extent.nbytes))
+            self.dropped.popleft()
 
-    def free(self, extent: Extent) -> None:
-        """Free an extent. A frozen segment is dropped with its last extent."""
-        segment, nbytes = extent.segment, self.rounded(extent.nbytes)
-        segment.used_nbytes -= nbytes
-        self.used_nbytes -= nbytes
-        if not segment.frozen:
-            self._space.free(segment.number, extent.offset, nbytes)
-        elif segment.used_nbytes == 0:
-            self.drop(segment)
+    def count(self) -> tuple[int, int]:
+        """Return the space of the pieces in use, and of the segments. Correct the counters, after interrupts."""
+        self.reclaim()
+        used = {one: one.used_nbytes for one in self.segments}
+        self._free = {size: pieces for size, pieces in self._free.items() if pieces}
+        self.free_nbytes = self.shared_free_nbytes = 0
+        for piece in itertools.chain(*self._free.values()):
+            self._count_free(piece, 1)
+        self.live_nbytes = sum(n for one, n in used.items() if not one.frozen) - self.free_nbytes
+        self._has_empty = True
+        tail = 0 if self._shared is None else self._shared.nbytes - self._shared.end
+        return sum(used.values()) - self.free_nbytes, sum(used.values()) + tail
 
-    def rebuild(self, allocated: Sequence[Extent]) -> None:
-        """Recompute all tables from the allocated extents. The rest of each writable segment is free."""
-        self._space = Space()
-        self.used_nbytes = 0
-        self.held_nbytes = sum(one.held_nbytes for one in self.segments.values())
-        extents_of: dict[Segment, list[Extent]] = {one: [] for one in self.segments.values()}
-        for segment in extents_of:
-            segment.used_nbytes = 0
-        for extent in sorted(allocated, key=lambda one: one.offset):
-            self.account(extent)
-            extents_of[extent.segment].append(extent)
-        for segment, extents in extents_of.items():
-            if segment.frozen:
-                if not extents:
-                    self.drop(segment)
-                continue
-            at = 0
-            for extent in extents:
-                if at < extent.offset:
-                    self._space.free(segment.number, at, extent.offset - at)
-                at = extent.offset + self.rounded(extent.nbytes)
-            if at < segment.nbytes:
-                self._space.free(segment.number, at, segment.nbytes - at)
+    def stats(self) -> dict[str, Any]:
+        """Return the space of the directory."""
+        used_nbytes, nbytes = self.count()
+        return {
+            "path": self.folder.path,
+            "segments": len(self.segments),
+            "reserved_nbytes": nbytes,
+            "used_nbytes": used_nbytes,
+            "free_nbytes": nbytes - used_nbytes,
+        }
 
-    def freeze(self, segment: Segment) -> list[tuple[int, int]]:
-        """Make a segment read-only. Return its free ranges as pairs of offset and nbytes."""
-        segment.frozen = True
-        ranges = self._space.drop(segment.number)
-        if segment.used_nbytes == 0:
-            self.drop(segment)
-        return ranges
+    def free_sizes(self) -> Counter[int]:
+        """Return how many pieces of each size are free."""
+        return Counter({size: len(pieces) for size, pieces in self._free.items()})
 
-    def count_holes(self, segment: Segment, nbytes: int) -> None:
-        """Subtract bytes that a segment has returned to the file system, as holes, from the counters."""
-        if segment.number in self.segments:  # it may have been dropped in the meantime
-            segment.held_nbytes -= nbytes
-            self.held_nbytes -= nbytes
+    def purge(self) -> None:
+        """Drop the free pieces in frozen segments."""
+        for size in list(self._free):
+            self._free[size] = [one for one in self._free[size] if not one.segment.frozen]
+        self.count()
 
-    def drop(self, segment: Segment) -> None:
-        """Remove a segment without pieces from the tables. :meth:`close_dropped` closes its file."""
-        self._space.drop(segment.number)
-        if self.segments.pop(segment.number, None) is not None:
-            self.held_nbytes -= segment.held_nbytes
-            self.dropped.append(segment)
+    def _add_free(self, piece: Piece) -> None:
+        pieces = self._free.pop(piece.nbytes, [])
+        pieces.append(piece)
+        self._free[piece.nbytes] = pieces
+        self._count_free(piece, 1)
 
-    def close_dropped(self) -> None:
-        """Close the files of dropped segments. The caller must not hold the store's lock, as this may be slow."""
-        with contextlib.suppress(IndexError):
-            while True:
-                segment = self.dropped.popleft()
-                self.unlink(segment.name)
-                # The file has no live data, so a write error that close() reports does not matter.
-                with contextlib.suppress(StorageError):
-                    segment.file.close()
+    def _count_free(self, piece: Piece, sign: int) -> None:
+        self.free_nbytes += sign * piece.nbytes
+        self.shared_free_nbytes += 0 if piece.segment.alone else sign * piece.nbytes
 
-    def unlink(self, name: str | None) -> None:
-        """Remove a segment's name, if it has one."""
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, name))  # noqa: PTH108, PTH118
+    # Files. The caller does not hold the store's lock.
 
-    def next_segment_nbytes(self, ahead_nbytes: int) -> int:
-        """Return the size of the next segment. ``ahead_nbytes`` are expected to be allocated soon; 0 if unknown."""
-        open_nbytes = sum(one.nbytes for one in self.segments.values() if not one.frozen)
-        part = max(open_nbytes, self.held_nbytes) // _COUNT_OF_A_SIZE
-        nbytes = max(ahead_nbytes or open_nbytes, part, self.first_nbytes)
-        return min(nbytes, self._segment_nbytes << min(len(self.segments) // _COUNT_OF_A_SIZE, 24))
+    def open(self, name: str, flags: int = os.O_RDWR, *, alone: bool = False) -> _core.File:
+        """Open or create a file."""
+        try:
+            with self.folder.opened(name, flags if self._writable else os.O_RDONLY) as descriptor:
+                how = (self._writable, self._direct, alone)
+                return _core.file_from_descriptor(descriptor, *how)
+        except BaseException as error:
+            if flags == _CREATE and getattr(error, "errno", None) != errno.EEXIST:
+                self.folder.unlink(name)
+            raise
 
-    def make_segment(self, needed_nbytes: int, ideal_nbytes: int) -> Segment:
-        """Create a segment without adding it to the tables. The caller must not hold the store's lock.
+    def grow(self, nbytes: int, ahead_nbytes: int, *, keep: bool) -> Piece:
+        """Make a file for a piece, or extend a shared one: for pieces of a known total, or in steps.
 
-        If the disk lacks space for the ideal size, smaller sizes are tried, down to the needed size. With many
-        segments, the smallest size may be larger than needed, because each segment costs a descriptor.
+        If the disk is full, free files are removed, unless the caller wants to ``keep`` them.
 
         Raises
         ------
         StorageError
-            The disk lacks space for the minimum, or the file cannot be created. Nothing has changed.
+            The disk is full, or the file cannot be created. Nothing has changed.
+        ValueError
+            The store was closed meanwhile.
         """
-        minimum = self._granularity << min(len(self.segments) // _COUNT_OF_A_SIZE, 24)
-        smallest = max(self.rounded(needed_nbytes), minimum)
-        nbytes = first = max(smallest, self.rounded(ideal_nbytes))
-        while True:
+        with self.growing:
+            self.is_growing = True
             try:
-                return self._make_segment(nbytes)
-            except StorageError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                if nbytes == smallest:
-                    raise self._no_space_error(error, first) from None
-            nbytes = max(smallest, self.rounded(nbytes // 2))
-
-    def _no_space_error(self, error: StorageError, first_nbytes: int) -> StorageError:
-        """Return the core's error for a full disk, with the larger size that was tried before in the message."""
-        message, nbytes = str(error.strerror), error.expected
-        # Other errors, such as a directory without space for a name, have no number of bytes.
-        if 0 < nbytes < first_nbytes:
-            message = f"{message.removesuffix(')')}; {first_nbytes} bytes were tried first)"
-        return StorageError(error.errno, message, self.path, expected=nbytes)
-
-    def _make_segment(self, nbytes: int) -> Segment:
-        number = next(self._numbers)  # numbers are never reused, and neither are names
-        name = None if self._prefix is None else f"{self._prefix}{number}.segment"
-        file, name = with_descriptors(self.scheduler, lambda: self._new_file(name))
-        try:
-            file.preallocate(0, nbytes)
-        except BaseException:
-            self.unlink(name)
-            with contextlib.suppress(StorageError):
-                file.close()
-            raise
-        return Segment(self, number, file, nbytes, name)
-
-    def add(self, segment: Segment) -> None:
-        """Add a segment to the tables. All space of a new one is free."""
-        self.segments[segment.number] = segment
-        self.held_nbytes += segment.held_nbytes
-        if not segment.frozen:
-            self._space.free(segment.number, 0, segment.nbytes)
-
-    def adopt(self, file: _core.File, nbytes: int) -> Segment:
-        """Add an existing file as a read-only segment."""
-        segment = Segment(self, next(self._numbers), file, nbytes, None, frozen=True)
-        self.add(segment)
-        return segment
-
-    def _new_file(self, name: str | None) -> tuple[_core.File, str | None]:
-        """Create a file, and return it with its name. Without ``name``, create an unnamed file if possible."""
-        if name is not None:
-            return self._named_file(name), name
-        try:
-            descriptor = os.open(self.path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            if error.errno not in _NO_UNNAMED_FILES:
-                message = f"{error.strerror} (making a file without a name in this directory)"
-                raise StorageError(error.errno, message, self.path) from None
-        else:
-            try:
-                return _core.file_from_descriptor(descriptor, True, self._direct), None
+                alone = nbytes >= LARGE_NBYTES and self._may_have_file()
+                segment = None if alone else self._shared
+                # Another thread may have extended the file while this one waited, or may take what this one adds.
+                while segment is None or (piece := self._carve(segment, nbytes)) is None:
+                    largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
+                    if segment is None or segment.frozen or segment.end + nbytes > largest:
+                        segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
+                    step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
+                    try:
+                        step = 0 if alone else ahead_nbytes or step
+                        self._extend(segment, nbytes, step, keep)
+                    except BaseException:
+                        if not segment.extents and segment is not self._shared:
+                            self._remove(segment)
+                        raise
             finally:
-                os.close(descriptor)
+                with self._lock:
+                    self.is_growing = False
+                    self._lock.notify_all()
+        if alone and segment.file is not None and self._new_name is not None:
+            segment.file.close()
+            segment.file = None
+        return piece
+
+    def _may_have_file(self) -> bool:
+        """Return whether a large tensor gets a file: named ones, and unnamed ones while descriptors are left."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        return self._new_name is not None or 2 * len(self.segments) < limit
+
+    def _carve(self, segment: Segment, nbytes: int) -> Piece | None:
+        """Return a new piece at the end of a segment, or None if it has to be extended first."""
+        with self._lock:
+            if self.closed:
+                raise ValueError("the store was closed during this call")
+            offset = segment.end
+            if segment.frozen or offset + nbytes > segment.nbytes:
+                return None
+            self.segments[segment] = None
+            self._shared = self._shared if segment.alone else segment
+            # First, so after an interrupt the next piece comes behind this range.
+            segment.end += nbytes
+            self.live_nbytes += nbytes
+            self.changed_nbytes += nbytes
+            return Piece(segment, offset, nbytes)
+
+    def _extend(self, segment: Segment, nbytes: int, step: int, keep: bool) -> None:
+        """Extend a segment for a piece, and remove free segments if that is necessary and allowed."""
+        needed = segment.end + nbytes - segment.nbytes
+        try:
+            segment.open().preallocate(segment.nbytes, max(needed, step))
+        except StorageError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if needed >= step and (keep or not self.shrink(nbytes)):
+                what = (error.errno, str(error.strerror), self.folder.path)
+                raise StorageError(*what, expected=nbytes) from None
+            self._extend(segment, nbytes, 0, keep)
+        else:
+            segment.nbytes += max(needed, step)
+
+    def _new_segment(self, alone: bool) -> Segment:
+        if self._new_name is not None:
+            self.has_new_names = True
+            name = self._new_name()
+            return Segment(self, name, self.open(name, _CREATE), alone)
+        try:
+            return Segment(self, None, self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
+        except StorageError as error:
+            if error.errno not in _NO_UNNAMED_FILES:
+                raise
         name = f".tensorferry-temporary-{os.getpid()}-{os.urandom(8).hex()}"
-        file = self._named_file(name)
-        self.unlink(name)
+        file = self.open(name, _CREATE)
+        self.folder.unlink(name)
         try:
             file.size()
         except StorageError:
             # Some FUSE file systems access files by name, so an unlinked file is unusable there. The named file then
             # remains if the process is killed.
-            return self._named_file(name), name
-        return file, None
+            return Segment(self, name, self.open(name, _CREATE), alone)
+        return Segment(self, None, file, alone)
 
-    def _named_file(self, name: str) -> _core.File:
-        path = os.path.join(self.path, name)  # noqa: PTH118
-        return _core.open_file(path, True, True, True, True, False, self._direct)
+    def sync(self, segments: list[Segment]) -> list[StorageError]:
+        """Make segments durable, all at the same time, because a sync is mostly waiting. Return all errors.
 
-
-def make_durable(segments: Sequence[Segment]) -> StorageError | None:
-    """Sync segments concurrently, because a sync is mostly waiting. Return the first error."""
-    failures: list[StorageError] = []
-    requests: list[_core.Request] = []
-    for segment in segments:
-        scheduler = segment.directory.scheduler
-        # A write of 0 bytes with sync=True is a sync.
-        request = scheduler.new_request(True, False, True, False, False)
-        requests.append(request)
+        After a failed sync no piece of the segment is used again.
+        """
+        for segment in segments:
+            segment.check_synced()
+        written = [segment.written for segment in segments]
         try:
-            submit_one(scheduler, request, segment.file, (0, 0, None, None), 0, None)
-        except StorageError as refusal:
-            failures.append(refusal)
-    for segment, request in zip(segments, requests, strict=True):
-        request.wait(None)
-        if (failure := request.exception()) is not None:
+            files = [segment.open() for segment in segments]
+        except StorageError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or len(segments) == 1:
+                raise
+            return [failure for one in segments for failure in self.sync([one])]
+        scheduler = self.scheduler
+        # A write of 0 bytes with sync=True is a sync. If it is interrupted, it is unknown whether data were lost.
+        request = scheduler.new_request(True, False, True, False, False)
+        for segment in segments:
             segment.sync_failed = True
-            failures.append(failure)
-    return failures[0] if failures else None
+        zeros = [0] * len(files)
+        refused = scheduler.submit(request, files, zeros, zeros, zeros, range(len(files)), None)
+        request.wait(None)
+        failed = dict([*refused, *request.failures()])
+        for at, segment in enumerate(segments):
+            if at not in failed:
+                segment.synced, segment.sync_failed = written[at], False
+            else:
+                segment.frozen = True
+        return list(failed.values())
 
+    def sync_names(self) -> None:
+        """Make the names of new files durable."""
+        if self.has_new_names:
+            self.folder.sync()
+            self.has_new_names = False
 
-def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces that contain bytes of a tensor's range, each with the range of these bytes in the piece."""
-    at = 0
-    for piece in pieces:
-        first, last = max(begin - at, 0), min(end - at, piece.nbytes)
-        if first < last:
-            yield piece, first, last
-        at += piece.nbytes
+    def tidy(self) -> list[Segment]:
+        """Remove free segments beyond the allowance.
 
+        If too much space in shared segments is free, return the emptiest: their tensors should be copied to others.
+        """
+        reserved = self.reserved_nbytes - self.live_nbytes
+        due = max(reserved, self.earlier_nbytes - self.changed_nbytes, 0) + _KEPT_NBYTES
+        excess = self.free_nbytes - due
+        if excess > 0 or self._has_empty:
+            self.shrink(excess)
+        excess = self.shared_free_nbytes - due
+        if excess <= 0:
+            return []
+        free: Counter[Segment] = Counter()
+        with self._lock:
+            for piece in itertools.chain(*self._free.values()):
+                free[piece.segment] += 0 if piece.segment.alone else piece.nbytes
+        found = []
+        for segment in sorted(free, key=lambda one: one.end - free[one]):
+            if excess > 0 and 4 * free[segment] > segment.end:
+                found.append(segment)
+                excess -= free[segment]
+        return found
 
-def _granularity_of(path: str) -> int:
-    try:
-        block = os.statvfs(path).f_bsize
-    except OSError:  # opening a file in the directory will report the error
-        return GRANULARITY
-    if GRANULARITY < block <= _MAX_BLOCK_NBYTES and block & (block - 1) == 0:
-        return block
-    return GRANULARITY
+    def shrink(self, nbytes: int) -> bool:
+        """Remove free segments, or cut one: those of the sizes that were freed the longest time ago.
+
+        Return whether there were any.
+        """
+        cuts: list[tuple[Piece, int]] = []  # with the size that is left of each piece
+        with self._lock:
+            self.reclaim()
+            for size in [one for one in self._free if one >= LARGE_NBYTES]:
+                alone = [piece for piece in self._free[size] if piece.segment.alone]
+                for piece in alone[: max(-(-nbytes // size), 0)]:
+                    cuts.append((piece, max(size - self.rounded(nbytes), 0)))
+                    nbytes -= size
+            cut = {piece for piece, _ in cuts}
+            for size in {piece.nbytes for piece in cut}:
+                self._free[size] = [piece for piece in self._free[size] if piece not in cut]
+        for piece, left in cuts:
+            self._count_free(piece, -1)
+            if left:
+                piece.segment.open().truncate(left)
+            with self._lock:
+                if left:
+                    self._add_free(Piece(piece.segment, 0, left))
+                    piece.segment.nbytes = piece.segment.end = left
+                else:
+                    del piece.segment.extents[0]
+                    self._has_empty = True
+        if self._has_empty:
+            self._has_empty = False
+            for segment in list(self.segments):
+                if not segment.extents and segment is not self._shared:
+                    self._remove(segment)
+        return bool(cuts)
+
+    def close(self, *, remove: bool = False) -> StorageError | None:
+        """Close all files, and remove those with names if ``remove`` is set. Return the first error."""
+        failure = None
+        for segment in list(self.segments):
+            try:
+                if segment.file is not None:
+                    segment.file.close()
+                if remove and segment.name is not None:
+                    self.folder.unlink(segment.name)
+            except StorageError as error:
+                failure = failure or error
+        return failure
+
+    def _remove(self, segment: Segment) -> None:
+        """Remove the file of a segment without pieces. If that fails, the next store in the directory does it."""
+        self.segments.pop(segment, None)
+        with contextlib.suppress(StorageError):
+            if segment.name is not None:
+                self.folder.unlink(segment.name)
+        with contextlib.suppress(StorageError):
+            if segment.file is not None:
+                segment.file.close()

@@ -1,4 +1,4 @@
-"""The files of a snapshot: hard links to segments where possible, otherwise reflinks (shared blocks), otherwise copies.
+"""The directories of a snapshot in progress, and links in them to the store's files.
 
 A snapshot is made in a temporary directory that is renamed at the end, so a directory with the final name is always
 complete. Until then, a lock on the directory shows that a process is using it. The next snapshot next to it removes
@@ -16,156 +16,107 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry import _core
 from tensorferry.base.file_locks import lock_directory
-from tensorferry.store import folder
-from tensorferry.store import manifest as manifests
-from tensorferry.store.segments import Extent, Piece, Segment
-from tensorferry.store.transfers import CHUNK_NBYTES, Copier
-from tensorferry.transfer.publication import rename, storage_errors
+from tensorferry.errors import StorageError
+from tensorferry.store.folder import Folder
+from tensorferry.transfer.publication import (
+    OWN_FILES,
+    make_directory,
+    rename,
+    storage_errors,
+    sync_directory,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from tensorferry.store.segments import Segment
 
 # linux/fs.h
 _FICLONE = 0x40049409
-
-_PARTIAL = re.compile(r"\..*\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII | re.DOTALL)
-
-
-_MAKING = "making a snapshot"
+_PARTIAL = re.compile(r"\.tensorferry\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII)
 
 
-class UnfinishedSnapshot:
-    """The temporary directories of a snapshot in progress. :meth:`finish` completes it, :meth:`remove` undoes it."""
+@contextlib.contextmanager
+def unfinished(paths: Sequence[str], run: str) -> Iterator[list[Folder]]:
+    """Make temporary directories for the block, and give them their final names at its end.
 
-    def __init__(self, paths: Sequence[str], run: str) -> None:
-        self._run = run
-        self._paths = [Path(path) for path in paths]
-        self._partial: list[Path] = []
-        self._locks: list[_Lock] = []
-        self._made_in: list[str] = []
-        self._copier: Copier | None = None
-        for path in self._paths:
-            with storage_errors(path, _MAKING), contextlib.suppress(FileNotFoundError):
-                path.lstat()
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    If the block raises, or the directories cannot get their names, they are removed.
+
+    Raises
+    ------
+    StorageError
+        A path exists (EEXIST), or a directory cannot be created, made durable or renamed.
+    """
+    pairs: list[tuple[Path, Path]] = []  # the temporary and the final path
+    folders: list[Folder] = []
+    made_in: list[Path] = []
+    with storage_errors(paths[0], "making a snapshot"):
+        for path in map(Path, paths):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         try:
-            for path in self._paths:
-                with storage_errors(path, _MAKING):
-                    _remove_leftovers(path.parent)
-                    self._make(path)
+            for path in map(Path, paths):
+                _remove_leftovers(path.parent)
+                # Another process may remove a directory as a leftover before it is locked. Then create another one.
+                while len(folders) == len(pairs):
+                    name = f".tensorferry.{run}.{os.urandom(4).hex()}.partial"
+                    pairs.append((path.with_name(name), path))
+                    made_in += make_directory(pairs[-1][0], sync=False)
+                    with contextlib.suppress(FileNotFoundError):
+                        folder = Folder(str(pairs[-1][0]))
+                        if _lock(folder) is not False:
+                            folders.append(folder)
+                            break
+                    pairs.pop()
+            yield folders
+            for folder in folders:
+                folder.sync()
+            # The directory with the manifest is renamed last, so the snapshot exists only once all directories do.
+            for temporary, path in reversed(pairs):
+                rename(temporary, path)
+            for directory in dict.fromkeys(made_in):
+                sync_directory(directory)
         except BaseException:
-            self.remove()
+            for number, (temporary, path) in enumerate(pairs):
+                # An interrupt may have followed the last rename.
+                with contextlib.suppress(OSError):
+                    if number < len(folders) and folders[number].is_at(str(path)):
+                        rename(path, temporary)
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            for folder in folders:
+                folder.release()
 
-    def _make(self, path: Path) -> None:
-        # Another process may remove the directory as a leftover before it is locked. In this case, create another one.
-        while True:
-            partial = path.with_name(f".tensorferry.{self._run}.{os.urandom(4).hex()}.partial")
-            self._partial.append(partial)
-            self._made_in += folder.make_directory(str(partial))
-            with contextlib.suppress(FileNotFoundError):
-                lock = _Lock(partial)
-                # The lock counts only if the directory still has this name.
-                has_name = os.path.samestat(os.fstat(lock.descriptor), partial.stat())
-                if lock.held is not False and has_name:
-                    self._locks.append(lock)
-                    return
-            self._partial.pop()
 
-    def link(self, segment: Segment, directory: int, name: str) -> bool:
-        """Create a hard link to a segment, or a reflink. Return False if neither is possible."""
-        path = self._partial[directory] / name
-        source = f"/proc/self/fd/{segment.file.descriptor}"
-        try:
-            parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                # Linking a file through its descriptor needs linkat(2) with AT_SYMLINK_FOLLOW on the /proc link. Python
-                # calls linkat() only if a directory descriptor is given.
-                os.link(source, name, dst_dir_fd=parent, follow_symlinks=True)
-            finally:
-                os.close(parent)
+def link(segment: Segment, folder: Folder, name: str) -> bool:
+    """Create a hard link to a segment, or a reflink. Return False if neither is possible."""
+    file = segment.open()
+    try:
+        # Linking a file through its descriptor needs linkat(2) with AT_SYMLINK_FOLLOW on the /proc link. Python calls
+        # linkat() only if a directory descriptor is given.
+        source = f"{OWN_FILES}/{file.descriptor}"
+        os.link(source, name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
+        return True
+    except OSError:
+        # Possible causes: the snapshot is on another file system, the file system does not support hard links, the file
+        # has too many of them, or its link count has dropped to 0.
+        pass
+    try:
+        with folder.opened(name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as clone:
+            fcntl.ioctl(clone, _FICLONE, file.descriptor)
+            os.fsync(clone)
             return True
-        except OSError:
-            # Possible causes: the snapshot is on another file system, the file system does not support hard links, the
-            # file has too many of them, or its link count has dropped to 0.
-            pass
-        with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(path, flags, 0o666), "r+b") as file:
-                fcntl.ioctl(file.fileno(), _FICLONE, segment.file.descriptor)
-                os.fsync(file.fileno())
-            return True
-        with contextlib.suppress(OSError):
-            path.unlink()
+    except StorageError:
+        folder.unlink(name)
         return False
 
-    def copy(
-        self,
-        segment: Segment,
-        pieces: Iterable[tuple[Piece, Sequence[int] | None]],
-        directory: int,
-        name: str,
-    ) -> None:
-        """Copy pieces of a segment to a new file of the same size, at the same offsets, and verify their checksums."""
-        path = os.fspath(self._partial[directory] / name)
-        file = _core.open_file(path, False, True, True, True, False, "auto")
-        file.truncate(segment.nbytes)
-        target = Segment(segment.directory, -1, file, segment.nbytes, name)
-        self._copier = self._copier or Copier()
-        for piece, sums in pieces:
-            extent = Extent(target, piece.offset, piece.nbytes)
-            self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(extent))
-        self._copier.finish()
-        file.sync()
-        file.close()
 
-    def finish(self, manifest: bytes) -> None:
-        """Write the manifest, make everything durable, and rename the directories to their final names."""
-        partial = [str(path) for path in self._partial]
-        folder.write_file(partial[0], manifests.NAME, manifest, self._run, sync=True)
-        for directory in partial:
-            folder.sync_directory(directory)
-        # The directory with the manifest is renamed last, so the snapshot exists only once all directories do.
-        pairs = list(zip(self._partial, self._paths, strict=True))
-        begun: list[tuple[Path, Path]] = []
-        try:
-            with storage_errors(self._paths[0], _MAKING):
-                for temporary, path in reversed(pairs):
-                    begun.append((temporary, path))
-                    rename(temporary, path)
-                for made_in in dict.fromkeys(self._made_in):
-                    folder.sync_directory(made_in)
-        except BaseException:
-            for temporary, path in reversed(begun):
-                # The last rename may have failed, or an interrupt may have followed it.
-                if not temporary.exists():
-                    rename(path, temporary)
-            raise
-        self._locks.clear()
-
-    def remove(self) -> None:
-        """Remove the temporary directories. After :meth:`finish`, this has no effect."""
-        for path in self._partial:
-            shutil.rmtree(path, ignore_errors=True)
-        self._locks.clear()
-
-
-class _Lock:
-    """A lock on a directory (flock(2)), which is released when this object is deleted.
-
-    ``held`` is False if another process has the lock, and None if the file system does not support such locks.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.held = lock_directory(self.descriptor)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+def _lock(folder: Folder) -> bool | None:
+    """Lock a temporary directory. Return False if another process has the lock, or has removed the directory."""
+    locked = lock_directory(folder.descriptor)
+    return locked if folder.is_at(folder.path) else False
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -174,6 +125,7 @@ def _remove_leftovers(directory: Path) -> None:
         for name in os.listdir(directory):  # noqa: PTH208
             if _PARTIAL.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    lock = _Lock(directory / name)
-                    if lock.held:
+                    folder = Folder(str(directory / name))
+                    if _lock(folder):
                         shutil.rmtree(directory / name, ignore_errors=True)
+                    folder.release()

@@ -3,59 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import math
 import mmap
 import os
 import pathlib
+import stat
 import threading
-import weakref
+from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.checks import absolute_path, direct_mode, integer
-from tensorferry.base.processes import Owned
-from tensorferry.errors import StorageError
-from tensorferry.store import compaction
+from tensorferry.base.processes import Owned, when_dropped
+from tensorferry.errors import StorageError, first_error
 from tensorferry.store import manifest as manifests
-from tensorferry.store.allocator import SegmentAllocator
-from tensorferry.store.contents import KeptTensor, StoreContents, last_kept, open_stored
-from tensorferry.store.folder import (
-    check,
-    make_directory,
-    mark_parts,
-    read_previous,
-    remove,
-    remove_others,
-    remove_own,
-    rename,
-    replace,
-    sync_directory,
-    write_temporary,
-)
-from tensorferry.store.manifest import StoredSegment
-from tensorferry.store.ownership import Ownership
-from tensorferry.store.segments import (
-    GRANULARITY,
-    NO_SPACE,
-    StoreDirectory,
-    make_durable,
-    parts_of,
-)
-from tensorferry.store.snapshots import UnfinishedSnapshot
-from tensorferry.store.tensors import TensorInfo, info_of, new_array
-from tensorferry.store.transfers import Read, TensorVersion, Transfer, Write, with_context
+from tensorferry.store import transfers
+from tensorferry.store.commits import Commits, Contents, KeptTensor, not_found
+from tensorferry.store.folder import Folder
+from tensorferry.store.segments import LARGE_NBYTES, NO_SPACE, Piece, Segment, StoreDirectory
+from tensorferry.store.snapshots import link, unfinished
+from tensorferry.store.tensors import TensorInfo, info_of, new_array, resolved
+from tensorferry.store.transfers import CHUNK_NBYTES, Read, StoreFuture, TensorVersion
+from tensorferry.transfer import publication, runtime
 from tensorferry.transfer.arrays import memory_or_segments
 from tensorferry.transfer.files import in_background, scheduler_for_settings
-from tensorferry.transfer.futures import Future
-from tensorferry.transfer.publication import check_renames
-from tensorferry.transfer.runtime import (
-    close_scheduler,
-    default_scheduler,
-    make_scheduler,
-    wait_while_progressing,
-    warn_of_abandoned_io,
-)
 from tensorferry.transfer.settings import Settings
 from tensorferry.transfer.stats import summed_stats
 
@@ -63,13 +37,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensorferry.base.checks import Direct, Path
-    from tensorferry.store.segments import Piece, Segment
+    from tensorferry.transfer.arrays import AnyMemory
     from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.futures import Future
 
-_Result = TypeVar("_Result")
-
-DEFAULT_SEGMENT_NBYTES = 64 << 20
-MAX_SEGMENT_NBYTES = 1 << 40
+# The pieces that reserve() makes for tensors of unknown sizes.
+_UNKNOWN_NBYTES = 64 << 20
+# By default, reserve() makes space for tensors of this total size that are being rewritten.
+_IN_FLIGHT_NBYTES = 128 << 20
+_SYNCED_AT_ONCE = 64  # files
+_GROWTH_SECONDS = 1.0  # the wait for a directory in which no other thread makes a file
+# A commit needs a few descriptors, for the manifest and for files to sync. They are kept back for the case that the
+# program, or the store's own transfers, have taken all others.
+_SPARE_DESCRIPTORS = 4
+# The free space that a commit needs in addition to the size of its manifest.
+_MARGIN_NBYTES = 64 << 10
 
 
 class TensorStore(Owned):
@@ -84,9 +66,6 @@ class TensorStore(Owned):
         drives. Tensors are distributed over them.
     weights : sequence of positive numbers, optional
         The relative share of the bytes for each directory, for drives of different speed. By default all are equal.
-    segment_nbytes : int
-        The size of the files, a multiple of 4096, and the maximum size of one piece of a tensor. After 32 files in a
-        directory, the next ones are twice as large, because each file costs one or two descriptors.
     temporary : bool
         If True, the files have no names, and the kernel removes them when the process ends, for any reason. If False,
         the files have names, no other store may write into the directories at the same time, and :meth:`commit` makes
@@ -109,14 +88,16 @@ class TensorStore(Owned):
 
     Notes
     -----
-    A write creates a new version in newly allocated space. The old version remains until the write has succeeded, and
-    its space is then freed. A failed write changes nothing. A read returns the data of the last write that began before
-    the read, and waits for that write. If the write fails, the read returns the old version.
+    A write creates a new version in its own space. The old version remains until the write has succeeded, and its space
+    is then free for the next tensor of this size. A failed write changes nothing. A read returns the data of the last
+    write that began before the read, and waits for that write. If the write fails, the read returns the old version.
+    :meth:`commit`, :meth:`snapshot` and :meth:`close` raise the error of a failed write if nobody has retrieved it.
 
     The store is not reentrant: a signal handler or a finalizer that calls a store while its thread is in a call of the
     same store gets a ``RuntimeError``. Only deleting tensors, and querying names, is allowed there.
     """
 
+    _commits: Commits | None = None  # None for a temporary store
     _refusal = (
         "this store was created before fork() and belongs to the parent process (remedy: create another "
         "store here)"
@@ -127,7 +108,6 @@ class TensorStore(Owned):
         directories: Path | Sequence[Path],
         *,
         weights: Sequence[float] | None = None,
-        segment_nbytes: int = DEFAULT_SEGMENT_NBYTES,
         temporary: bool = True,
         checksums: bool = True,
         direct: Direct = "auto",
@@ -137,34 +117,19 @@ class TensorStore(Owned):
     ) -> None:
         paths = _checked_directories(directories)
         shares = _checked_weights(weights, len(paths))
-        self._set_up(
-            bool(checksums),
-            integer(segment_nbytes, "segment_nbytes", 1, MAX_SEGMENT_NBYTES, GRANULARITY),
-        )
         mode = direct_mode(direct)
+        self._set_up(len(paths), bool(checksums), (engine, block_size, queue_depth))
         try:
-            # Invalid settings raise before any directory is made.
-            schedulers = [
-                self._new_scheduler(len(paths), engine, block_size, queue_depth) for _ in paths
-            ]
-            for path in paths:
-                self._made_in += make_directory(path)
-            if not temporary:
-                self._take_ownership(paths)
-            for at, (path, share, scheduler) in enumerate(
-                zip(paths, shares, schedulers, strict=True)
-            ):
-                prefix = None if temporary else manifests.segment_prefix(self._run, at)
-                self._directories.append(
-                    StoreDirectory(
-                        *(path, share, scheduler),
-                        direct=mode,
-                        segment_nbytes=segment_nbytes,
-                        prefix=prefix,
-                    )
-                )
+            for path in map(pathlib.Path, paths):
+                with publication.storage_errors(path, "making a directory for a store"):
+                    self._made_in += publication.make_directory(path, sync=False)
+                self._folders.append(Folder(str(path)))
+            commits = self._commits = None if temporary else Commits(self._folders, CHUNK_NBYTES)
+            if commits is not None:
+                self._keep_spares()
+            self._add_directories(mode, _names_of(commits.run) if commits else None, shares)
         except BaseException:
-            self._release_resources()
+            self._release()
             raise
 
     @classmethod
@@ -198,86 +163,112 @@ class TensorStore(Owned):
         paths = _checked_directories(path)
         mode = direct_mode(direct)
         store = cls.__new__(cls)
-        store._set_up(True, DEFAULT_SEGMENT_NBYTES)
+        store._set_up(len(paths), True, (engine, block_size, queue_depth))
         store._writable = False
         try:
-            schedulers = [
-                store._new_scheduler(len(paths), engine, block_size, queue_depth) for _ in paths
-            ]
-            store._record, store._names = open_stored(
-                *(paths, schedulers, mode, store._allocator), previous=previous
-            )
+            store._folders = [Folder(path) for path in paths]
+            store._add_directories(mode, None, [1.0] * len(paths))
+            store._open_commit(previous)
         except BaseException:
-            store._release_resources()
+            store._release()
             raise
         return store
 
-    def _set_up(self, checksums: bool, segment_nbytes: int) -> None:
-        # `_lock` guards the tables, and is held for computations only. The other locks are held for a whole close(), a
-        # whole compaction, and a whole commit or snapshot. Lock order: _closing, _compacting, _committing, _lock.
+    def _set_up(self, count: int, checksums: bool, settings: tuple[Any, Any, Any]) -> None:
+        # `_lock` guards the tables, and is held for computations only. The others are held for a whole close(), or for
+        # a whole commit or snapshot. Lock order: _closing, _committing, `growing` of a directory, _lock.
         self._lock = threading.RLock()
+        self._grown = threading.Condition(self._lock)  # notified when a file was made
         self._closing = threading.RLock()
-        self._compacting = threading.RLock()
         self._committing = threading.RLock()
         self._set_owner()
-        self._checksums = checksums
-        self._segment_nbytes = segment_nbytes
-        self._writable = True
-        self._closed = False
+        self._checksums, self._chunk_nbytes = checksums, CHUNK_NBYTES
+        self._writable, self._closed = True, False
         self._has_ended = False  # close() has completed
         self._record = b""
-        self._run = manifests.new_run()
         self._names: dict[str, TensorVersion] = {}
-        self._allocator = SegmentAllocator(self._lock, segment_nbytes, self._sweep)
-        self._pending: dict[
-            Transfer, None
-        ] = {}  # an ordered set: transfers in the order in which they began
+        # What is in progress, as ordered sets, and the errors of failed writes.
+        self._writing: dict[TensorVersion, str] = {}
+        self._reading: dict[Read, None] = {}
+        self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
         self._written_nbytes = self._read_nbytes = self._moved_nbytes = 0
-        self._directories = self._allocator.directories
-        self._made_in: list[str] = []  # directories with new names that may not be durable yet
+        self._folders: list[Folder] = []
+        self._directories: list[StoreDirectory] = []
+        self._made_in: list[pathlib.Path] = []  # directories with new names that may not be durable
+        self._spares: list[int] = []
+        when_dropped(self, _close_all, self._spares)
+        # Invalid settings raise before any directory is made. Several directories have separate workers.
         self._own_schedulers: list[_core.Scheduler] = []
-        self._ownerships: list[Ownership] | None = None  # None for a temporary store
-        # The contents that the manifest names, or may name after a failed commit. Their pieces must not be overwritten.
-        self._committed: list[StoreContents] = []
-        # The contents that the manifest of the previous commit names.
-        self._previous: list[StoreContents] = []
-        # Whether a manifest of a previous commit exists, possibly of another run (an earlier store object).
-        self._has_previous = False
-        self._committed_sync = False  # whether the last commit of this run was made with sync=True
-        self._has_committed = False  # if False, a manifest in the directory is of another run
-        self._mapped: weakref.WeakSet[_Mapping] = weakref.WeakSet()
-        self._compactor: threading.Thread | None = None
-        self._ending = threading.Event()  # set by close(): compaction stops
+        for _ in range(count):
+            own: _core.Scheduler | None = scheduler_for_settings(*settings)
+            if own is None and count > 1:
+                own = runtime.make_scheduler(Settings.of())
+            self._own_schedulers += [] if own is None else [own]
+        self._schedulers = self._own_schedulers or [runtime.default_scheduler()]
 
-    def _take_ownership(self, paths: list[str]) -> None:
-        """Lock the directories for this store, and remove files that killed processes have left."""
-        self._ownerships = []
-        for path in paths:
-            self._ownerships.append(Ownership(path, self._run))
-        # A commit needs a rename that replaces a file. Report now if the file system does not support it.
-        check_renames(pathlib.Path(paths[0]), replaced=True)
-        committed = check(paths)
-        self._has_previous = len(committed) > 1
-        remove_others(paths, self._run, committed)
+    def _add_directories(
+        self, direct: str, new_name: Callable[[], str] | None, weights: Sequence[float]
+    ) -> None:
+        for folder, scheduler, weight in zip(self._folders, self._schedulers, weights, strict=True):
+            how = (self._grown, direct, new_name, weight, self._writable)
+            self._directories.append(StoreDirectory(folder, scheduler, *how))
 
-    def _new_scheduler(
-        self, count: int, engine: str | None, block_size: int | None, queue_depth: int | None
-    ) -> _core.Scheduler:
-        own: _core.Scheduler | None = scheduler_for_settings(engine, block_size, queue_depth)
-        if own is None:
-            if count == 1:
-                return default_scheduler()
-            own = make_scheduler(Settings.of())
-        self._own_schedulers.append(own)
-        return own
+    def _open_commit(self, previous: bool) -> None:
+        """Find a commit, and add its tensors."""
+        folder = self._folders[0]
+        while True:
+            found = manifests.find(folder, previous=previous)
+            failure = None
+            try:
+                if found is None:
+                    raise not_found(folder)
+                # Before this check, the store that wrote the manifest may have overwritten data, committed again, and
+                # ended. Or the first commit of another store has removed the files. Then there is a new manifest now.
+                folder.check_no_writer(found[1].run)
+                self._add_tensors(found[1])
+            except StorageError as error:
+                failure = error
+            if manifests.find(folder, previous=previous) == found:
+                break
+        if failure is not None:
+            raise failure
 
-    def _release_resources(self, *, patient: bool = True) -> None:
-        """Release the schedulers and the locks."""
+    def _add_tensors(self, manifest: manifests.Manifest) -> None:
+        if (manifest.directories, manifest.directory) != (len(self._folders), 0):
+            raise StorageError(
+                None,
+                f"the store has {manifest.directories} directories (got {len(self._folders)}; remedy: pass all "
+                "directories, in the order in which the store was created)",
+                self._folders[0].path,
+            )
+        segments = [
+            Segment(self._directories[at], name, None, True) for at, name in manifest.segments
+        ]
+        self._record, self._chunk_nbytes = manifest.record, manifest.chunk_nbytes
+        for name, (info, number, offset, chunks) in manifest.tensors.items():
+            piece = Piece(segments[number], offset, info.nbytes)
+            self._names[name] = TensorVersion(info, piece, chunks)
+        for directory in self._directories:
+            directory.segments = {one: None for one in segments if one.directory is directory}
+        for segment in segments:
+            ends = [at + one.nbytes for at, one in segment.extents.items() if one.nbytes]
+            end = max(ends, default=0)
+            segment.alone = len(segment.extents) == 1
+            path = segment.directory.folder.join(segment.name or "")
+            with publication.storage_errors(path, "opening a segment of a store"):
+                status = os.lstat(f"{segment.directory.folder.inner}/{segment.name}")
+            if not stat.S_ISREG(status.st_mode) or status.st_size < end:
+                message = f"it is not a regular file of at least {end} bytes (the manifest's size)"
+                raise StorageError(None, message, path)
+
+    def _release(self, *, patient: bool = True) -> None:
+        """Release the schedulers, the locks and all descriptors."""
         for scheduler in self._own_schedulers:
-            close_scheduler(scheduler, patient=patient)
-        for ownership in self._ownerships or ():
-            ownership.release()
+            runtime.close_scheduler(scheduler, patient=patient)
+        for folder in self._folders:
+            folder.release()
+        _close_all(self._spares)
 
     @property
     def record(self) -> bytes:
@@ -315,26 +306,19 @@ class TensorStore(Owned):
         background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
-        info = info_of(array, memory[1])
-        ticket: Future[Any] = Future(array, memory)
-        with self._lock:
-            self._sweep_sometimes()
-        try:
-            pieces = self._with_space(lambda: self._allocator.allocate(info.nbytes))
-        except StorageError as error:
-            raise with_context([error], f"writing tensor {name!r}") from None
+        version = TensorVersion(info_of(array, memory[1]), None)
+        version.future = future = StoreFuture(array, memory)
+        with transfers.named(f"writing tensor {name!r}"):
+            self._begin_write(version, memory, self._directories, background)
         with self._lock:
             self._check_open()
-            version = TensorVersion(info, pieces, self._names.get(name))
-            transfer = Write(self, name, memory, version, background=background, owner=ticket)
-            version.write = transfer
+            version.previous = self._names.get(name)
+            self._writing[version] = name
             self._names[name] = version
-            self._pending[transfer] = None
-            self._written_nbytes += info.nbytes
-            ticket._start(transfer)
-        self._compact_soon()
-        ticket._is_about(True, name, 0, info.nbytes)
-        return ticket
+            self._written_nbytes += memory[1]
+        future._is_about(True, name, 0, memory[1])
+        self._tidy()
+        return future
 
     def read(self, name: str, out: Any = None, priority: Priority = "normal") -> Future[Any]:
         """Begin to read the tensor that is stored under a name.
@@ -366,29 +350,24 @@ class TensorStore(Owned):
         self._enter()
         with self._lock:
             version = self._version_of(name)
-        info = version.info
-        is_new = out is None
-        if is_new:
-            out = new_array(info)
+        expected = None
+        if out is None:
+            expected, out = version.info, new_array(resolved(version.info))
         out, memory = memory_or_segments(out, writable=True)
-        if memory[1] != info.nbytes:
+        if memory[1] != version.info.nbytes:
             raise ValueError(
-                f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
+                f"out: tensor {name!r} has {version.info.nbytes} bytes, and out has {memory[1]}"
             )
-        ticket: Future[Any] = Future(out, memory)
+        future = StoreFuture(out, memory)
+        read = Read(self, version, memory, future, expected, background=background)
         with self._lock:
             self._check_open()
-            self._sweep_sometimes()
-            transfer = Read(
-                *(self, name, memory, version, info if is_new else None),
-                background=background,
-                owner=ticket,
-            )
-            self._pending[transfer] = None
-            self._read_nbytes += info.nbytes
-            ticket._start(transfer)
-        ticket._is_about(False, name, 0, info.nbytes)
-        return ticket
+            self._reading[read] = None
+            self._read_nbytes += memory[1]
+        read.begin_after_write()
+        future._start(read, read.check_memory)
+        future._is_about(False, name, 0, memory[1])
+        return future
 
     def delete(self, name: str) -> None:
         """Delete a tensor. Raise KeyError if it does not exist. Reads that have already begun still succeed."""
@@ -397,30 +376,80 @@ class TensorStore(Owned):
             self._version_of(name)
             self._names.pop(name, None)
         if not self._is_reentrant_call():
-            self._compact_soon()
+            self._tidy()
 
     def info(self, name: str) -> TensorInfo:
         """Return the dtype, shape and size of a tensor, as last written. Raise KeyError if it does not exist."""
         self._check_open()
         with self._lock:
-            return self._version_of(name).info
+            return resolved(self._version_of(name).info)
 
     def __contains__(self, name: object) -> bool:
         self._check_open()
-        with self._lock:
-            return isinstance(name, str) and self._current(name) is not None
+        with self._lock, contextlib.suppress(KeyError, TypeError):
+            self._version_of(name)  # type: ignore[arg-type]
+            return True
+        return False
 
     def __len__(self) -> int:
-        self._check_open()
-        with self._lock:
-            self._sweep()
-            return len(self._names)
+        return len(list(iter(self)))
 
     def __iter__(self) -> Iterator[str]:
         self._check_open()
         with self._lock:
             self._sweep()
             return iter(list(self._names))
+
+    def _begin_write(
+        self,
+        version: TensorVersion,
+        memory: AnyMemory,
+        directories: Sequence[StoreDirectory],
+        background: bool,
+    ) -> None:
+        """Allocate a piece for a version, and begin to write it."""
+        piece = self._allocate(memory[1], directories)
+        file, future = piece.segment.open(), version.future
+        assert future is not None
+        if self._checksums:
+            version.sums = _core.Checksums(self._chunk_nbytes, False, (), False)
+        version.piece = piece
+        version.write = transfers.submit(
+            file, piece, memory, future, version.sums, [], write=True, background=background
+        )
+        future._start(version.write, lambda: transfers.moved(memory, file.path, piece.offset))
+
+    def _allocate(
+        self,
+        nbytes: int,
+        directories: Sequence[StoreDirectory],
+        ahead_nbytes: int = 0,
+        *,
+        new: bool = False,
+    ) -> Piece:
+        """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock.
+
+        ``ahead_nbytes`` is the total of the pieces that the caller is about to allocate.
+        """
+        with self._lock:
+            self._sweep_sometimes()
+            order = sorted(directories, key=lambda one: one.load(nbytes))
+            for directory in () if new else order:
+                directory.reclaim()
+                if piece := directory.take(directory.rounded(nbytes)):
+                    return piece
+            # To make a file may be slow. Directories where another thread is not making one come first.
+            if all(directory.is_growing for directory in order):
+                self._grown.wait(_GROWTH_SECONDS)
+        failures = []
+        for directory in sorted(order, key=lambda one: one.is_growing):
+            try:
+                share = ahead_nbytes * directory.weight / sum(one.weight for one in directories)
+                share = directory.rounded(int(share))
+                return directory.grow(directory.rounded(nbytes), share, keep=new)
+            except StorageError as error:
+                failures.append(error)
+        raise failures[0]
 
     # Space
 
@@ -436,7 +465,7 @@ class TensorStore(Owned):
             tensor by its name.
         in_flight_nbytes : int, optional
             The maximum size of the tensors that are being rewritten at the same time, where old and new versions both
-            need space. By default two segments for each directory, or the size of the largest tensor if that is larger.
+            need space. By default 128 MiB, or the size of the largest tensor if that is larger.
 
         Raises
         ------
@@ -444,34 +473,57 @@ class TensorStore(Owned):
             The disk does not have enough space (ENOSPC). The reserved space is unchanged.
         """
         self._enter(writing=True)
-        sizes: dict[str, int] | None = None
-        if isinstance(nbytes, Mapping):
-            sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
-            total, largest = (
-                sum(map(self._allocator.rounded, sizes.values())),
-                max(sizes.values(), default=0),
-            )
-        else:
-            total = largest = integer(nbytes, "nbytes", 0)
-            largest = min(largest, self._segment_nbytes)
+        sizes = nbytes if isinstance(nbytes, Mapping) else {"": nbytes}
+        sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in sizes.items()}
+        total = sum(sizes.values())
         if in_flight_nbytes is None:
-            slack = max(2 * self._segment_nbytes * len(self._directories), largest)
-            in_flight_nbytes = min(slack, total)
-        slack = integer(in_flight_nbytes, "in_flight_nbytes", 0)
-        self._allocator.reclaim()
+            largest = max(sizes.values(), default=0) if isinstance(nbytes, Mapping) else 0
+            in_flight_nbytes = min(total, max(_IN_FLIGHT_NBYTES, largest))
+        left = integer(in_flight_nbytes, "in_flight_nbytes", 0)
         with self._lock:
-            self._check_open()
             self._sweep()
-            if sizes is None:
-                used = sum(directory.used_nbytes for directory in self._directories)
-                missing = [max(total - used, 0)]
+            used = sum(directory.count()[0] for directory in self._directories)
+            if isinstance(nbytes, Mapping):
+                stored = {name: version.info.nbytes for name, version in self._names.items()}
+                wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
+                for size in itertools.cycle(sorted(filter(None, sizes.values()), reverse=True)):
+                    if left <= 0:
+                        break
+                    wanted.append(size)
+                    left -= size
             else:
-                missing = [
-                    size
-                    for name, size in sizes.items()
-                    if name not in self._names or self._names[name].info.nbytes < size
-                ]
-        self._with_space(lambda: self._allocator.reserve([*missing, slack]))
+                wanted = _parts_of(total - used)
+            missing = Counter(map(self._directories[0].rounded, wanted + _parts_of(left)))
+            for directory in self._directories:
+                missing -= directory.free_sizes()
+        self._fill(missing, reserve=True)
+
+    def _fill(self, sizes: Counter[int], *, reserve: bool = False) -> None:
+        """Make more free pieces, of these sizes, and ``reserve`` all that there are. On failure nothing changes."""
+        pieces: list[Piece] = []
+        changed = [directory.changed_nbytes for directory in self._directories]
+        try:
+            for small in (False, True):
+                part = [size for size in sizes.elements() if (size < LARGE_NBYTES) is small]
+                left = sum(part)
+                for size in sorted(part, reverse=True):
+                    pieces.append(self._allocate(size, self._directories, left, new=True))
+                    left -= size
+            with self._lock:
+                for directory in self._directories:
+                    directory.count()
+                    there = directory.live_nbytes + directory.free_nbytes if reserve else 0
+                    directory.reserved_nbytes = max(directory.reserved_nbytes, there)
+        except BaseException:
+            made = [(piece.segment.directory, piece.nbytes) for piece in pieces]
+            pieces.clear()
+            for directory, nbytes in made:
+                directory.shrink(nbytes)
+            raise
+        finally:
+            pieces.clear()
+            for directory, nbytes in zip(self._directories, changed, strict=True):
+                directory.changed_nbytes = nbytes
 
     # Mappings, snapshots and commits
 
@@ -505,35 +557,44 @@ class TensorStore(Owned):
             The files cannot be mapped.
         """
         self._enter()
-        files: list[_core.File] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
-        kept: list[Piece] = []
+        pieces: list[Piece] = []
+        places: list[tuple[_core.File, int, int]] = []  # with the offset in the file, and the size
         for name, offset, nbytes in ranges:
-            if sizes and sizes[-1] % mmap.PAGESIZE != 0:
+            if places and places[-1][2] % mmap.PAGESIZE != 0:
                 raise ValueError(
-                    f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {sizes[-1]})"
+                    f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {places[-1][2]})"
                 )
-            pieces, info = self._wait_for_pieces(name)
+            version = self._written_version(name)
             offset = integer(offset, "offset", 0)
             nbytes = integer(nbytes, "nbytes", 0)
-            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or offset + nbytes > info.nbytes:
+            end, whole = offset + nbytes, version.info.nbytes
+            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or end > whole or version.piece is None:
                 raise ValueError(
-                    f"ranges: cannot map {nbytes} bytes at offset {offset} of tensor {name!r}, which has {info.nbytes} "
-                    f"bytes (offsets must be multiples of {mmap.PAGESIZE})"
+                    f"ranges: cannot map {nbytes} bytes at offset {offset} of tensor {name!r}, which has {whole} bytes "
+                    f"(offsets must be multiples of {mmap.PAGESIZE})"
                 )
-            for piece, begin, end in parts_of(pieces, offset, offset + nbytes):
-                files.append(piece.segment.file)
-                offsets.append(piece.offset + begin)
-                sizes.append(end - begin)
-                kept.append(piece)
-        if not files:
+            pieces.append(version.piece)
+            places.append((pieces[-1].segment.open(), pieces[-1].offset + offset, nbytes))
+        if not places:
             raise ValueError("ranges: the iterable is empty")
         with self._lock:  # keeps close() from closing the files during the call
             self._check_open()
-            mapped = _Mapping(kept)
-            self._mapped.add(mapped)
-            return _core.map_pieces(files, offsets, sizes, mapped).bytes(0, sum(sizes))
+            files, offsets, sizes = zip(*places, strict=True)
+            return _core.map_pieces(files, offsets, sizes, pieces).bytes(0, sum(sizes))
+
+    def _written_version(self, name: str) -> TensorVersion:
+        """Wait for a tensor's write, and return its version; or the one before, if the write has failed."""
+        with self._lock:
+            version: TensorVersion | None = self._version_of(name)
+        while version is not None:
+            if (write := version.write) is not None:
+                write.wait(None)
+            self._settle(version)
+            if version.piece is not None:
+                return version
+            version = version.previous
+        message = "no data is stored under this name, because no write of it has succeeded"
+        raise StorageError(None, f"tensor {name!r}: {message}")
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Save the current tensors to a new directory, for :meth:`open`. This waits for writes that are in progress.
@@ -563,33 +624,90 @@ class TensorStore(Owned):
                 f"(got {len(paths)} paths)"
             )
         with self._committing:
+            self._tidy()
             contents = self._contents(record)
-            # After a failed sync, data may be lost. With checksums, the copy below detects lost data. Without
-            # checksums, another sync raises the error.
-            if not self._checksums:
-                self._sync([segment for segment in contents.segments if segment.sync_failed])
-            partial = UnfinishedSnapshot(paths, self._run)
-            try:
-                frozen: list[Segment] = []
-                segments: list[StoredSegment] = []
-                for number, segment in enumerate(contents.segments):
-                    at = self._directories.index(segment.directory) if len(paths) > 1 else 0
-                    name = f"{manifests.segment_prefix(self._run, at)}{number}.segment"
-                    segments.append(StoredSegment(at, name, segment.nbytes))
-                    if not segment.sync_failed and partial.link(segment, at, name):
-                        frozen.append(segment)
-                    else:
-                        partial.copy(segment, contents.pieces_in[number], at, name)
-                self._sync(frozen)
-                self._allocator.freeze(frozen)
-                partial.finish(contents.manifest(self._run, len(paths), segments))
-            except BaseException:
-                partial.remove()
-                raise
-        del contents
-        # Each snapshot leaves frozen segments. With frequent snapshots, the background thread alone cannot keep up.
-        compaction.compact(self, *compaction.HURRY_FROM)
-        self._compact_soon()
+            run = os.urandom(8).hex()
+            with unfinished(paths, run) as folders:
+                self._fill_snapshot(contents, folders, run)
+        self._tidy()
+
+    def _fill_snapshot(self, contents: Contents, folders: Sequence[Folder], run: str) -> None:
+        """Link to the segments of large tensors, copy the others, and write the manifest."""
+        new_name = _names_of(run)
+        places: dict[Segment, tuple[int, str]] = {}
+        for segment in contents.segments():
+            at = self._folders.index(segment.directory.folder) if len(folders) > 1 else 0
+            if segment.alone and not segment.sync_failed:
+                was_frozen, segment.frozen = segment.frozen, True
+                if link(segment, folders[at], name := new_name()):
+                    places[segment] = at, name
+                else:
+                    segment.frozen = was_frozen
+        linked = [each.piece for each in contents.tensors.values() if each.piece.segment in places]
+        self._sync(places)
+        targets = [
+            StoreDirectory(folder, scheduler, self._grown, "auto", new_name)
+            for folder, scheduler in zip(folders, self._schedulers, strict=False)
+        ]
+        tensors = dict(contents.tensors)
+        others = {name: one for name, one in tensors.items() if one.piece.segment not in places}
+        try:
+            for name, piece in self._copy(others, targets).items():
+                tensors[name] = tensors[name]._replace(piece=piece)
+            for at, target in enumerate(targets):
+                self._sync(target.segments)
+                places |= {one: (at, one.name or "") for one in target.segments}
+        finally:
+            failures = [target.close() for target in targets]
+        for failure in filter(None, failures):
+            raise failure
+        empty = manifests.Manifest(run, run, None, len(folders), 0, self._chunk_nbytes, b"", [], {})
+        found = Contents(contents.record, tensors).manifest(places, empty)
+        with publication.storage_errors(folders[0].path, "writing the manifest of a snapshot"):
+            path = pathlib.Path(folders[0].inner, manifests.name_of(1))
+            publication.write_temporary(path, manifests.to_bytes(found), sync=True)
+        # The store reserves as much space as before.
+        self._fill(Counter(one.nbytes for one in linked if one.segment.directory.reserved_nbytes))
+
+    def _copy(
+        self, tensors: Mapping[str, KeptTensor], directories: Sequence[StoreDirectory]
+    ) -> dict[str, Piece]:
+        """Copy tensors to new pieces, and compare their checksums."""
+        total = sum(kept.piece.nbytes for kept in tensors.values())
+        pieces: dict[str, Piece] = {}
+        items: dict[Segment, list[tuple[str, KeptTensor, Piece]]] = {}
+        for name, kept in sorted(tensors.items(), key=lambda one: one[1].piece.offset):
+            nbytes = kept.info.nbytes
+            pieces[name] = self._allocate(nbytes, directories, total)
+            items.setdefault(kept.piece.segment, []).append((name, kept, pieces[name]))
+            total -= pieces[name].nbytes
+            self._moved_nbytes += nbytes
+        for each in items.values():
+            transfers.copy_pieces(each, self._chunk_nbytes)
+        return pieces
+
+    def _rewrite(self, segments: Sequence[Segment]) -> None:
+        """Copy all current tensors out of segments, if checksums can show that their data are intact."""
+        with self._lock:
+            for segment in segments:
+                segment.frozen = True
+            for directory in self._directories:
+                directory.purge()
+            versions = {name: one.last_kept() for name, one in self._names.copy().items()}
+        moving = {
+            name: KeptTensor(one.info, one.piece, one.chunks)
+            for name, one in versions.items()
+            if one is not None and one.piece is not None and one.piece.segment in segments
+        }
+        for name, piece in self._copy(moving, self._directories).items():
+            if (version := versions[name]) is not None:
+                version.piece = piece
+
+    def _rescue(self) -> None:
+        """Copy tensors out of segments that could not be synced, if checksums can show that their data are intact."""
+        failed = [one for each in self._directories for one in each.segments if one.sync_failed]
+        if failed and self._checksums:
+            self._rewrite(failed)
 
     def commit(
         self, record: bytes = b"", sync: bool = False, *, keep_previous: bool = False
@@ -621,17 +739,54 @@ class TensorStore(Owned):
             a store without checksums fail until the tensors in the file concerned have been written again.
         """
         self._enter(writing=True)
-        if self._ownerships is None:
+        if self._commits is None:
             raise ValueError(
                 "commit: the files of a temporary store have no names (remedy: temporary=False, or snapshot())"
             )
-        if sync:
-            self._rescue()
         with self._committing:
-            self._publish(self._contents(record), sync=sync, keep_previous=keep_previous)
-            if not keep_previous:
-                self._drop_previous()
-        self._compact_soon()
+            _close_all(self._spares)
+            try:
+                contents = self._contents(record)
+                self._publish(self._commits, contents, sync=sync, keep_previous=keep_previous)
+            finally:
+                self._keep_spares()
+            for directory in self._directories:
+                directory.earlier_nbytes, directory.changed_nbytes = directory.changed_nbytes, 0
+        del contents
+        self._tidy()
+
+    def _publish(
+        self, commits: Commits, contents: Contents, *, sync: bool, keep_previous: bool
+    ) -> None:
+        segments = contents.segments()
+        places = {
+            one: (self._folders.index(one.directory.folder), one.name or "") for one in segments
+        }
+        for at, folder in enumerate(self._folders):
+            folder.check_names({name for number, name in places.values() if number == at})
+        if sync:
+            self._sync(segments)
+            for directory in reversed(self._directories):
+                directory.sync_names()
+            while self._made_in:
+                with publication.storage_errors(self._made_in[-1], "syncing a directory"):
+                    publication.sync_directory(self._made_in[-1])
+                self._made_in.pop()
+        manifest = contents.manifest(places, commits.empty)
+        how = {"sync": sync, "keep_previous": keep_previous}
+        try:
+            commits.publish(contents, manifest, **how)
+        except StorageError as error:
+            # reserve() makes no space for manifests.
+            needed = 256 * len(contents.tensors) + len(contents.record) + _MARGIN_NBYTES
+            if error.errno not in NO_SPACE or not self._directories[0].shrink(needed):
+                raise
+            commits.publish(contents, manifest, **how)
+
+    def _keep_spares(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._spares) < _SPARE_DESCRIPTORS:
+                self._spares.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def drop_previous(self) -> None:
         """Drop the previous commit, if it is kept, and free its space.
@@ -645,18 +800,9 @@ class TensorStore(Owned):
         self._enter(writing=True)
         with self._committing:
             self._check_open()
-            self._drop_previous()
-
-    def _drop_previous(self) -> None:
-        if not self._has_previous:
-            return
-        paths = [directory.path for directory in self._directories]
-        remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
-        is_of_another_run = not self._previous
-        self._previous, self._has_previous = [], False
-        if is_of_another_run and self._has_committed:
-            remove_others(paths, self._run, [])
-        self._allocator.reclaim()
+            if self._commits is not None:
+                self._commits.drop({self._commits.last}, durably=True)
+        self._tidy()
 
     def go_back(self) -> None:
         """Make the previous commit the last one again, in place of the commit that followed it.
@@ -673,140 +819,81 @@ class TensorStore(Owned):
         self._enter(writing=True)
         with self._committing:
             self._check_open()
-            if self._ownerships is None or self._committed:
-                what = "is temporary" if self._ownerships is None else "has committed"
+            if self._commits is None or self._commits.has_committed:
+                what = "is temporary" if self._commits is None else "has committed"
                 raise ValueError(
                     f"go_back: this store {what}, and only a commit of an earlier store can be undone"
                 )
-            rename(pathlib.Path(self._directories[0].path, manifests.PREVIOUS_NAME), manifests.NAME)
-            self._has_previous = False
+            self._commits.go_back()
 
-    def _publish(self, contents: StoreContents, *, sync: bool, keep_previous: bool = False) -> None:
-        """Replace the manifest with one for these contents.
-
-        With ``keep_previous``, keep the old manifest as that of the previous commit.
-        """
-        paths = [directory.path for directory in self._directories]
-        if sync:
-            for path in self._made_in:
-                sync_directory(path)
-            self._made_in.clear()
-            self._sync(contents.segments)
-        segments = [
-            StoredSegment(self._directories.index(one.directory), one.name or "", one.nbytes)
-            for one in contents.segments
-        ]
-        data = contents.manifest(self._run, len(paths), segments)
-        if not self._has_committed:
-            mark_parts(paths, self._run, sync=sync)
-        if sync:
-            for path in reversed(paths):
-                sync_directory(path)
-        temporary = write_temporary(paths[0], data, self._run, sync=sync)
-        # Until everything below has succeeded, the manifest on the disk may be the old or the new one. The pieces of
-        # both must be kept.
-        before, self._committed = self._committed, [*self._committed, contents]
-        if keep_previous:
-            self._previous, self._has_previous = [*self._previous, *before], True
-            last = pathlib.Path(paths[0], manifests.NAME)
-            rename(last, manifests.PREVIOUS_NAME, missing_ok=True)
-        replace(temporary, manifests.NAME)
-        if sync:
-            sync_directory(paths[0])
-        self._committed = [contents]
-        if keep_previous:
-            self._previous = before
-        self._committed_sync = sync
-        self._allocator.reclaim()
-        if not self._has_committed:
-            self._has_committed = True
-            # The commit has succeeded. The next store removes what remains.
-            with contextlib.suppress(StorageError):
-                remove_others(paths, self._run, read_previous(paths[0]))
-
-    def _sync(self, segments: Sequence[Segment]) -> None:
-        """Make segments durable. A segment with a failed sync becomes read-only, because later syncs may fail, too."""
-        failure = make_durable(segments)
-        self._allocator.retire([segment for segment in segments if segment.sync_failed])
-        if failure is not None:
-            raise failure
-
-    def _rescue(self) -> None:
-        """Copy the data of segments with a failed sync to other segments, if checksums can show that it is intact."""
+    def _sync(self, segments: Iterable[Segment]) -> None:
+        """Make segments durable. Raise the first error."""
+        due = [one for one in segments if one.synced != one.written]
+        failures: list[StorageError] = []
+        for directory in dict.fromkeys(one.directory for one in due):
+            part = [one for one in due if one.directory is directory]
+            for at in range(0, len(part), _SYNCED_AT_ONCE):
+                failures += directory.sync(part[at : at + _SYNCED_AT_ONCE])
         with self._lock:
-            lost = [
-                segment
-                for directory in self._directories
-                for segment in directory.segments.values()
-                if segment.sync_failed
-            ]
-        if lost and self._checksums:
-            compaction.move_out(self, lost)
+            for directory in self._directories if failures else ():
+                directory.purge()
+        if failures:
+            raise failures[0]
 
-    def _contents(self, record: bytes) -> StoreContents:
-        """Wait for all writes in progress, and return the current contents."""
+    def _contents(self, record: bytes) -> Contents:
+        """Wait for all writes in progress, and return the current contents.
+
+        Raises
+        ------
+        StorageError
+            A write has failed, and nobody has retrieved its error.
+        """
         if not isinstance(record, bytes):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
-        with self._lock:
-            writes = [one for one in list(self._pending) if isinstance(one, Write)]
-        for write in writes:
-            write.wait(None)
+        for version in list(self._writing):
+            if (write := version.write) is not None:
+                write.wait(None)
         with self._lock:
             self._check_open()
             self._sweep()
-            return StoreContents(
+            self._raise_failure()
+        self._rescue()
+        with self._lock:
+            return Contents(
                 record,
                 {
-                    name: KeptTensor(kept.info, kept.pieces, kept.chunks)
+                    name: KeptTensor(kept.info, kept.piece, kept.chunks)
                     for name, version in self._names.copy().items()  # a finalizer may delete a name
-                    if (kept := last_kept(version)) is not None and kept.pieces is not None
+                    if (kept := version.last_kept()) is not None and kept.piece is not None
                 },
             )
 
-    def _wait_for_pieces(self, name: str) -> tuple[tuple[Piece, ...], TensorInfo]:
-        """Wait for a tensor's write, and return its pieces and its description."""
-        with self._lock:
-            version: TensorVersion | None = self._version_of(name)
-        while version is not None:
-            if (write := version.write) is not None:
-                write.wait(None)
-            if (pieces := version.pieces) is not None:
-                return pieces, version.info
-            version = version.previous
-        raise StorageError(
-            None,
-            f"tensor {name!r}: no data is stored under this name, because no write of it has succeeded",
-        )
+    def _raise_failure(self) -> None:
+        """Raise the error of the first failed write of which nobody knows, once."""
+        failures = [error for error, outcome in self._failed if not outcome.retrieved]
+        self._failed.clear()
+        if failures:
+            raise first_error(failures, "writes")
 
     def stats(self) -> dict[str, Any]:
         """Return counters of transfers, and the space of each directory.
 
         ``written_nbytes`` and ``read_nbytes`` count the bytes of requested transfers, ``moved_nbytes`` the bytes that
-        compaction has copied, and ``in_flight`` the transfers in progress. ``workers`` has the counters of the worker
-        threads, as in :meth:`tensorferry.File.stats`.
+        the store has copied itself, and ``in_flight`` the transfers in progress. ``workers`` has the counters of the
+        worker threads, as in :meth:`tensorferry.File.stats`.
         """
         self._enter()
+        self._tidy()
         with self._lock:
             self._sweep()
-        self._compact_soon()
-        with self._lock:
-            schedulers = list(dict.fromkeys(one.scheduler for one in self._directories))
+            schedulers = list(dict.fromkeys(self._schedulers))
             return {
                 "tensors": len(self._names),
-                "in_flight": len(self._pending),
+                "in_flight": len(self._writing) + len(self._reading),
                 "written_nbytes": self._written_nbytes,
                 "read_nbytes": self._read_nbytes,
                 "moved_nbytes": self._moved_nbytes,
-                "directories": [
-                    {
-                        "path": directory.path,
-                        "segments": len(directory.segments),
-                        "reserved_nbytes": directory.held_nbytes,
-                        "used_nbytes": directory.used_nbytes,
-                        "free_nbytes": directory.free_nbytes,
-                    }
-                    for directory in self._directories
-                ],
+                "directories": [directory.stats() for directory in self._directories],
                 "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
             }
 
@@ -822,67 +909,58 @@ class TensorStore(Owned):
 
         If there is no progress for 60 seconds, the wait ends with a ``RuntimeWarning``, and the arrays of the remaining
         transfers stay in memory.
+
+        Raises
+        ------
+        StorageError
+            A write has failed, and nobody has retrieved its error; or a file system reports only now that data were
+            lost. The store is closed nevertheless.
         """
         if self.is_parents:
             self._closed = True  # the files and the locks belong to the parent process
             return
         self._refuse_reentrant_call()
-        self._ending.set()
-        if (compactor := self._compactor) not in (None, threading.current_thread()):
-            schedulers = [directory.scheduler for directory in self._directories]
-            wait_while_progressing(lambda seconds: _join(compactor, seconds), *schedulers)
         with self._closing, self._committing:
+            if self._has_ended:
+                return
             with self._lock:
-                if self._has_ended:
-                    return
-                self._closed = self._allocator.closed = True
-            try:
-                timed_out = self._finish()
-            except BaseException:  # after Ctrl-C, close() can be called again
-                self._closed = self._allocator.closed = False
-                raise
+                self._closed = True
+                for directory in self._directories:
+                    directory.closed = True
+            timed_out = not self._finish()  # after Ctrl-C, close() can be called again
             failure = None if timed_out else self._close_files()
             with self._lock:
                 self._names.clear()
-                self._pending.clear()
-            self._release_resources(patient=not timed_out)
+                self._writing.clear()
+                self._reading.clear()
+            self._release(patient=not timed_out)
             self._has_ended = True
             if timed_out and not self._own_schedulers:
-                warn_of_abandoned_io(f"outstanding transfers of {self!r}")
-            if failure is not None:
-                raise failure
+                runtime.warn_of_abandoned_io(f"outstanding transfers of {self!r}")
+        self._raise_failure()
+        if failure is not None:
+            raise failure
 
     def _finish(self) -> bool:
-        """Wait for all transfers. Return True if the wait was given up for lack of progress."""
-        schedulers = [directory.scheduler for directory in self._directories]
-        while (first := next(iter(self._pending), None)) is not None:
-            if not wait_while_progressing(first.wait, *schedulers):
-                return True
-            self._pending.pop(first, None)
-        files = [each.file for one in self._directories for each in one.segments.values()]
-        return not all(wait_while_progressing(file.retire, *schedulers) for file in files)
+        """Wait for all transfers. Return False if the wait was given up for lack of progress."""
+        waits: list[Callable[[float], bool]]
+        waits = [one.write.wait for one in list(self._writing) if one.write is not None]
+        waits += [one.wait for one in list(self._reading)]
+        waits += [
+            one.file.retire for each in self._directories for one in each.segments if one.file
+        ]
+        ended = all(runtime.wait_while_progressing(wait, *self._schedulers) for wait in waits)
+        with self._lock:
+            self._sweep()
+        return ended
 
     def _close_files(self) -> StorageError | None:
         """Close all files, and remove those that belong to no commit. Return the first error."""
-        failure = None
-        self._allocator.close_dropped()
-        committed = {
-            segment
-            for contents in (*self._committed, *self._previous)
-            for segment in contents.segments
-        }
-        for directory in self._directories:
-            for segment in list(directory.segments.values()):
-                try:
-                    segment.file.close()
-                except StorageError as error:
-                    failure = failure or error
-                if self._writable and segment not in committed:
-                    directory.unlink(segment.name)
-        if self._ownerships is not None:  # an interrupt may have left files that are in no table
-            kept = {segment.name for segment in committed}
-            remove_own([one.path for one in self._directories], self._run, kept)
-        return failure
+        remove = self._commits is None and self._writable
+        failures = [directory.close(remove=remove) for directory in self._directories]
+        if self._commits is not None:
+            self._commits.remove_leftovers(None)
+        return next(filter(None, failures), None)
 
     def __enter__(self) -> TensorStore:
         self._check_open()
@@ -893,56 +971,73 @@ class TensorStore(Owned):
 
     def __repr__(self) -> str:
         state = "closed " if self._closed else ""
-        paths = [directory.path for directory in self._directories]
-        return f"<{state}tensorferry.store.TensorStore {paths!r}>"
+        return f"<{state}tensorferry.store.TensorStore {[one.path for one in self._folders]!r}>"
 
     # Versions. The caller must hold the lock.
 
     def _version_of(self, name: str) -> TensorVersion:
-        version = self._current(name)
-        if version is None:
-            raise KeyError(name)
-        return version
+        """Return the last version, which may still be being written."""
+        if (version := self._names.get(name)) is not None:
+            self._settle(version)  # if the write has failed, this restores the previous version
+        return self._names[name]
 
-    def _current(self, name: str) -> TensorVersion | None:
-        """Return the last version, which may still be being written, or None."""
-        version = self._names.get(name)
-        if version is not None and version.write is not None:
-            version.write.done()  # if the write has failed, this restores the previous version
-            version = self._names.get(name)
-        return version
-
-    def _revert_to_previous(self, name: str, version: TensorVersion) -> None:
-        """Restore the newest older version that has not failed, after the write of a version failed."""
-        if self._names.get(name) is not version:
+    def _settle(self, version: TensorVersion) -> None:
+        """Update the tables if a version's write has ended. If this is interrupted, the next call repeats it."""
+        if version.write is None or self.is_parents or not version.write.done():
             return
-        before = version.previous
-        while before is not None and before.write is None and before.pieces is None:
-            before = before.previous
-        if before is None:
-            self._names.pop(name, None)
-        else:
-            self._names[name] = before
+        with self._lock:
+            name, future = self._writing.get(version, ""), version.future
+            if version.write is None or future is None:
+                return
+            if (error := version.settle()) is not None:
+                if error.errno != errno.ECANCELED:
+                    error = transfers.with_context(error, f"writing tensor {name!r}")
+                    self._failed.append((error, future.outcome))
+                if self._names.get(name) is version:
+                    before = version.previous
+                    while before is not None and before.piece is None:  # failed, too
+                        before = before.previous
+                    if before is None:
+                        self._names.pop(name, None)
+                    else:
+                        self._names[name] = before
+            version.write = version.sums = version.future = None
+            self._writing.pop(version, None)
 
     def _sweep_sometimes(self) -> None:
-        """Drop the oldest transfers that have ended, with their arrays. Check all transfers only if there are many.
+        """Drop transfers that have ended, with their arrays: the oldest ones, and others only if there are many.
 
         Between two complete checks, the number of transfers doubles. So the cost of these checks is constant for each
         transfer on average.
         """
-        while (first := next(iter(self._pending), None)) is not None and first.done():
-            self._pending.pop(first, None)
-        if len(self._pending) >= self._sweep_at_count:
+        while (version := next(iter(self._writing), None)) is not None:
+            self._settle(version)
+            if version.write is not None:
+                break
+        while (read := next(iter(self._reading), None)) is not None and read.done():
+            self._reading.pop(read, None)
+        if len(self._writing) + len(self._reading) >= self._sweep_at_count:
             self._sweep()
-            self._sweep_at_count = 2 * len(self._pending) + 64
+            self._sweep_at_count = 2 * (len(self._writing) + len(self._reading)) + 64
 
     def _sweep(self) -> None:
         """Drop all transfers that have ended."""
-        for transfer in list(self._pending):
-            if transfer.done():
-                self._pending.pop(transfer, None)
+        for version in list(self._writing):
+            self._settle(version)
+        for read in list(self._reading):
+            if read.done():
+                self._reading.pop(read, None)
 
-    # Checks, and space
+    # Checks
+
+    def _tidy(self) -> None:
+        with self._lock:
+            for directory in self._directories:
+                directory.reclaim()
+        for directory in self._directories:
+            if segments := directory.tidy():
+                with contextlib.suppress(StorageError):  # reads report damaged data
+                    self._rewrite(segments)
 
     def _enter(self, *, writing: bool = False) -> None:
         """Check the state of the store at the start of a call that uses more than the table of names."""
@@ -962,46 +1057,33 @@ class TensorStore(Owned):
             )
 
     def _is_reentrant_call(self) -> bool:
-        locks = [self._lock, self._committing, self._compacting]
+        locks = [self._lock, self._committing]
         locks += [directory.growing for directory in self._directories]
         return any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
-
-    def _with_space(self, allocate: Callable[[], _Result]) -> _Result:
-        """Call a function that allocates. If the disk is full, compact the store and call it again."""
-        try:
-            return allocate()
-        except StorageError as error:
-            if error.errno not in NO_SPACE:
-                raise
-        compaction.compact(self, 0, MAX_SEGMENT_NBYTES)
-        return allocate()
-
-    def _compact_soon(self) -> None:
-        """Free dropped pieces, and start the compaction thread if the store is sparse. The caller must hold no lock."""
-        self._allocator.reclaim()
-        if self._allocator.is_sparse() and self._compactor is None and self._writable:
-            compaction.start(self)
 
     def _check_open(self, *, writing: bool = False) -> None:
         self._check_process()
         if self._closed:
-            raise ValueError(f"the store {[one.path for one in self._directories]!r} is closed")
+            raise ValueError(f"the store {[one.path for one in self._folders]!r} is closed")
         if writing and not self._writable:
             raise ValueError("the store was opened for reading only (remedy: write to a new store)")
 
 
-class _Mapping:
-    """The pieces of a mapping. The mapping owns this object, so compaction can see which segments are mapped."""
-
-    __slots__ = ("__weakref__", "pieces")
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
+def _names_of(run: str) -> Callable[[], str]:
+    """Return a function that returns new names of segments."""
+    count = itertools.count()
+    return lambda: f"tensorferry-store-{run}-{next(count)}.segment"
 
 
-def _join(thread: threading.Thread, seconds: float) -> bool:
-    thread.join(seconds)
-    return not thread.is_alive()
+def _parts_of(nbytes: int) -> list[int]:
+    """Return the sizes of pieces with this total, which are not too many."""
+    step = max(_UNKNOWN_NBYTES, nbytes >> 8)
+    return [min(step, nbytes - at) for at in range(0, nbytes, step)]
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _checked_directories(

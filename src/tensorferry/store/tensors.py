@@ -1,12 +1,16 @@
-"""The description of a stored tensor: its library, dtype and shape, and their representation in JSON."""
+"""The description of a stored tensor, and the text of its dtype in a manifest.
+
+A manifest may name a dtype that this process does not know, because the package that defines it was not imported. The
+bytes of such a tensor can be read into an array of the caller, and an error is raised only where its dtype is needed.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
 import sys
 from typing import Any, NamedTuple
-
-from tensorferry.base.checks import MAX_FILE_NBYTES, integer
 
 MAX_DIMENSIONS = 64
 
@@ -18,7 +22,7 @@ class TensorInfo(NamedTuple):
     ----------
     dtype : torch.dtype, numpy.dtype or None
         The dtype of the array that was written. None for untyped data: buffers, lists of arrays, and arrays of other
-        libraries.
+        libraries. A str, its name, if the package that defines the dtype was not imported.
     shape : tuple of int
         The shape of the array. For untyped data, a tuple of the number of bytes.
     nbytes : int
@@ -34,8 +38,7 @@ def info_of(array: Any, nbytes: int) -> TensorInfo:
     """Return the description of an array with ``nbytes`` bytes."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
-        # checked_info() refuses more dimensions, so a commit with this tensor could not be opened. NumPy's arrays have
-        # at most 64.
+        # A manifest with more dimensions is refused. NumPy's arrays have at most 64.
         if array.dim() > MAX_DIMENSIONS:
             raise ValueError(
                 f"array: a tensor of {array.dim()} dimensions cannot be stored (the maximum is {MAX_DIMENSIONS})"
@@ -54,9 +57,20 @@ def info_of(array: Any, nbytes: int) -> TensorInfo:
 
 
 def new_array(info: TensorInfo) -> Any:
-    """Return an uninitialized array: a torch tensor, a NumPy array, or a bytearray for untyped data."""
+    """Return an uninitialized array: a torch tensor, a NumPy array, or a bytearray for untyped data.
+
+    Raises
+    ------
+    ValueError
+        The dtype is unknown.
+    """
     if info.dtype is None:
         return bytearray(info.nbytes)
+    if isinstance(info.dtype, str):
+        raise ValueError(
+            f"dtype {info.dtype!r} is unknown here (remedy: import the package that defines it, for example ml_dtypes, "
+            "or read the bytes into an array with out=)"
+        )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(info.dtype, torch.dtype):
         return torch.empty(info.shape, dtype=info.dtype, device="cpu")
@@ -65,11 +79,12 @@ def new_array(info: TensorInfo) -> Any:
     return numpy.empty(info.shape, info.dtype)
 
 
-def text_of(dtype: Any) -> Any:
-    """Return a representation of a dtype for JSON, which :func:`dtype_of` parses."""
+@functools.lru_cache(256)
+def text_of(dtype: Any) -> str | None:
+    """Return the text of a dtype, which :func:`resolved` understands. Raise ValueError if NumPy cannot describe it."""
     torch = sys.modules.get("torch")
-    if dtype is None:
-        return None
+    if dtype is None or isinstance(dtype, str):
+        return dtype
     if torch is not None and isinstance(dtype, torch.dtype):
         return str(dtype)
     import numpy
@@ -80,60 +95,30 @@ def text_of(dtype: Any) -> Any:
                 return f"numpy.{text}"
         except TypeError:
             continue
-    return numpy.lib.format.dtype_to_descr(dtype)
+    return f"numpy.{numpy.lib.format.dtype_to_descr(dtype)}"
 
 
-def dtype_of(text: Any) -> Any:
-    """Return the dtype for a representation. Raise ValueError if it is unknown, or has Python objects."""
-    if text is None:
-        return None
-    if isinstance(text, str) and text.startswith("torch."):
-        import torch
-
-        dtype = getattr(torch, text.removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {text!r} does not exist in torch")
-        return dtype
-    import numpy
-
+def resolved(info: TensorInfo) -> TensorInfo:
+    """Return a description of a manifest with the dtype in place of its text, if the dtype is known and fits."""
+    if not isinstance(info.dtype, str):
+        return info
+    library, _, name = info.dtype.partition(".")
     try:
-        if isinstance(text, str) and text.startswith("numpy."):
-            dtype = numpy.dtype(text.removeprefix("numpy."))
-        elif isinstance(text, list):
-            dtype = numpy.lib.format.descr_to_dtype(_fields(text))
+        if library == "torch":
+            import torch
+
+            found: Any = getattr(torch, name)
+            assert isinstance(found, torch.dtype)
         else:
-            raise TypeError
-    except (TypeError, ValueError, SyntaxError, KeyError, OverflowError, MemoryError):
-        raise ValueError(f"dtype {text!r} is unknown") from None
-    if dtype.hasobject:
-        raise ValueError(f"dtype {text!r} has Python objects")
-    return dtype
+            import numpy
 
-
-def checked_info(dtype: Any, shape: Any, nbytes: Any) -> TensorInfo:
-    """Return the description of a tensor from a manifest. Raise ValueError or TypeError if it is invalid."""
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"shape {shape!r} is not a list of at most {MAX_DIMENSIONS} lengths")
-    for length in shape:
-        integer(length, "a length of its shape", 0, MAX_FILE_NBYTES)
-    known = dtype_of(dtype)
-    itemsize = 1 if known is None else known.itemsize
-    integer(nbytes, "its size", 0, MAX_FILE_NBYTES)
-    if math.prod(shape) * itemsize != nbytes:
-        raise ValueError(f"{nbytes!r} bytes do not match shape {shape!r} and dtype {dtype!r}")
-    return TensorInfo(known, tuple(shape), nbytes)
-
-
-def _fields(text: list[Any]) -> list[Any]:
-    """Return the fields of a structured dtype, where JSON's lists become the tuples that NumPy requires."""
-    return [
-        tuple(
-            _fields(part) if at == 1 and isinstance(part, list) else _tuple(part)
-            for at, part in enumerate(field)
-        )
-        for field in text
-    ]
-
-
-def _tuple(part: Any) -> Any:
-    return tuple(part) if isinstance(part, list) else part
+            fields: Any = ast.literal_eval(name) if name.startswith("[") else name
+            found = numpy.lib.format.descr_to_dtype(fields)
+        if (
+            getattr(found, "hasobject", False)
+            or found.itemsize * math.prod(info.shape) != info.nbytes
+        ):
+            return info
+        return info._replace(dtype=found)
+    except Exception:  # NumPy raises exceptions of many types for damaged texts
+        return info

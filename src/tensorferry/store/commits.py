@@ -1,0 +1,200 @@
+"""The commits in the directories of a store: their manifests, and which files belong to them.
+
+Commits are numbered. A commit writes a new manifest with the next number, and then removes those of the commits that
+are not kept. Which commit is the previous one is a field of the last manifest, and does not depend on what other
+manifests exist: a kill may leave some, or a power cut may bring them back. Files are removed only if they have a name
+that only stores give, no kept manifest names them, and the directory belongs to this store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from tensorferry.errors import StorageError
+from tensorferry.store import manifest as manifests
+from tensorferry.store.manifest import Manifest, StoredTensor
+from tensorferry.store.tensors import TensorInfo, text_of
+from tensorferry.transfer import publication
+
+if TYPE_CHECKING:
+    from array import array as numbers
+    from collections.abc import Collection, Mapping, Sequence
+
+    from tensorferry.store.folder import Folder
+    from tensorferry.store.segments import Piece, Segment
+
+
+class KeptTensor(NamedTuple):
+    """A stored tensor: its description, its piece, and the CRC-32s of its chunks or None."""
+
+    info: TensorInfo
+    piece: Piece
+    chunks: numbers[int] | None
+
+
+class Contents(NamedTuple):
+    """The tensors and the record of a commit or a snapshot. Their pieces are not used again while this exists."""
+
+    record: bytes
+    tensors: Mapping[str, KeptTensor]
+
+    def segments(self) -> dict[Segment, None]:
+        """Return the segments of all tensors."""
+        return dict.fromkeys(kept.piece.segment for kept in self.tensors.values())
+
+    def manifest(self, places: Mapping[Segment, tuple[int, str]], empty: Manifest) -> Manifest:
+        """Return the manifest. ``places`` has the number of the directory and the name of each segment."""
+        at = {segment: number for number, segment in enumerate(places)}
+        tensors = {
+            name: StoredTensor(
+                info._replace(dtype=text_of(info.dtype)), at[piece.segment], piece.offset, chunks
+            )
+            for name, (info, piece, chunks) in self.tensors.items()
+        }
+        segments = list(places.values())
+        return empty._replace(record=self.record, segments=segments, tensors=tensors)
+
+
+class Commits:
+    """The commits of a store that owns its directories. The caller releases the folders.
+
+    Raises
+    ------
+    StorageError
+        Another store writes into a directory, or it has files that this store would ignore or remove.
+    """
+
+    def __init__(self, folders: Sequence[Folder], chunk_nbytes: int) -> None:
+        self.run, self.store = os.urandom(8).hex(), os.urandom(8).hex()
+        self.has_committed = False  # if False, the last commit is of another run
+        self._synced = True  # whether the last commit is durable
+        # All manifests that may exist, by their numbers: the names of their files, and the contents if they are of this
+        # run. After a failed commit it is unknown whether its manifest exists.
+        self._kept: dict[int, tuple[Collection[str], Contents | None]] = {}
+        self._folders = folders
+        for folder in folders:
+            folder.lock(self.run)
+        # A commit needs a rename. Report now if the file system does not support it.
+        publication.check_renames(pathlib.Path(folders[0].inner), replaced=False)
+        existing = manifests.numbers_in(folders[0].names(), folders[0].path)
+        self._next = max(existing, default=0) + 1
+        self.last = None  # the number of the last commit
+        if (found := manifests.find(folders[0])) is not None:
+            self.last, self.store = found[0], found[1].store
+            self._keep(found)
+            try:
+                self._keep(manifests.find(folders[0], previous=True))
+            except StorageError as error:
+                if error.errno is not None:  # it may be intact, but cannot be read now
+                    raise
+        what = (self.store, self.run, None, len(folders), 0, chunk_nbytes)
+        self.empty = Manifest(*what, b"", [], {})
+        for number, folder in enumerate(folders):
+            self._check_owner(folder, number)
+        for number in existing:
+            if number not in self._kept:
+                folders[0].unlink(manifests.name_of(number))
+        self.remove_leftovers(self.run)
+
+    def _keep(self, found: tuple[int, Manifest] | None) -> None:
+        if found is not None:
+            self._kept[found[0]] = [name for _, name in found[1].segments], None
+
+    def _check_owner(self, folder: Folder, number: int) -> None:
+        """Raise StorageError if a directory belongs to another store, or has another place in this one."""
+        found = manifests.find(folder)
+        if found and (found[1].store, found[1].directory) != (self.store, number):
+            raise StorageError(
+                None,
+                "this directory belongs to another store, or the directories are in another order (remedy: give all "
+                "directories of a store in the order in which it was created; or remove tensorferry-store-* here, "
+                "which deletes the tensors)",
+                folder.path,
+            )
+
+    def publish(
+        self, contents: Contents, manifest: Manifest, *, sync: bool, keep_previous: bool
+    ) -> None:
+        """Write the manifest of a new commit, and remove those of all commits that are not kept.
+
+        Raises
+        ------
+        StorageError
+            The manifest cannot be written. The last commit is this one, or still the one before.
+        """
+        first, number, previous = self._folders[0], self._next, self.last if keep_previous else None
+        data = manifests.to_bytes(manifest._replace(previous=previous))
+        # The other folders get theirs when the commit exists. Until then they have no files that must be kept.
+        for at, folder in enumerate(self._folders[: 1 if self.has_committed else None]):
+            if folder is not first:
+                data = manifests.to_bytes(self.empty._replace(directory=at))
+            temporary = f".tensorferry-store-{self.run}.tmp"
+            with publication.storage_errors(folder.path, "writing the manifest of a store"):
+                path = pathlib.Path(folder.inner, temporary)
+                with publication.remove_on_error(path):
+                    publication.write_temporary(path, data, sync=sync)
+                    if folder is first:
+                        # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
+                        self._kept[number] = (
+                            [one.name or "" for one in contents.segments()],
+                            contents,
+                        )
+                        self._next += 1
+                    name = manifests.name_of(number if folder is first else 1)
+                    publication.rename(temporary, name, directory=folder.descriptor)
+                if sync:
+                    folder.sync()
+        self.last, self._synced, self.has_committed = number, sync, True
+        with contextlib.suppress(
+            StorageError
+        ):  # the commit has succeeded; the next one tries again
+            self.drop({number, previous})
+
+    def drop(self, kept: Collection[int | None], *, durably: bool = False) -> None:
+        """Remove the manifests of all commits except ``kept``, and files of other runs that only these name."""
+        dropped = [number for number in self._kept if number not in kept]
+        for number in dropped:
+            self._folders[0].unlink(manifests.name_of(number))
+        if dropped and durably and self._synced:
+            self._folders[0].sync()
+        for number in dropped:
+            del self._kept[number]
+        if dropped:
+            self.remove_leftovers(self.run)
+
+    def go_back(self) -> None:
+        """Make the previous commit the last one again.
+
+        Raises
+        ------
+        StorageError
+            It was not kept, or a file is missing.
+        """
+        found = manifests.find(self._folders[0], previous=True)
+        if found is None:
+            raise not_found(self._folders[0])
+        for folder in self._folders:
+            folder.check_names(
+                {name for at, name in found[1].segments if self._folders[at] is folder}
+            )
+        self.last = found[0]
+        self.drop({found[0]}, durably=True)
+
+    def remove_leftovers(self, run: str | None) -> None:
+        """Remove the files that belong to no commit, except those of a run. The next store removes what is left."""
+        kept = {name for names, _ in self._kept.values() for name in names}
+        for folder in self._folders:
+            with contextlib.suppress(StorageError):
+                for name in folder.names() - kept:
+                    if manifests.run_of(name) not in (None, run):
+                        folder.unlink(name)
+
+
+def not_found(folder: Folder) -> StorageError:
+    """Return the exception for a commit that does not exist."""
+    message = f"{os.strerror(errno.ENOENT)} (the commit of a store was not made, or not kept)"
+    return StorageError(errno.ENOENT, message, folder.join(manifests.name_of(1)))
