@@ -514,7 +514,7 @@ def test_a_second_process_is_refused_by_name(directory: Path) -> None:
 def test_a_step_that_cannot_be_committed_says_so_and_is_committed_later(faultfs: FaultFS) -> None:
     optimizer = offloaded(parameters(), faultfs.path / "state", commit="step")
     step(optimizer, 0)
-    faultfs.order(Fault("write", error=5, name="tensorferry-store.json"), Fault("write", error=5))
+    faultfs.order(Fault("write", error=5))
     with pytest.raises(offload.OffloadError) as caught:
         step(optimizer, 1)
     faultfs.clear()

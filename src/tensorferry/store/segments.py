@@ -280,8 +280,9 @@ class StoreDirectory:
             The store was closed meanwhile.
         """
         with self.growing:
-            self.is_growing = True
             try:
+                with self._lock:
+                    self.is_growing = True
                 alone = nbytes >= LARGE_NBYTES and self._may_have_file()
                 segment = None if alone else self._shared
                 # Another thread may have extended the file while this one waited, or may take what this one adds.

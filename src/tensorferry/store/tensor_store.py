@@ -46,7 +46,7 @@ _UNKNOWN_NBYTES = 64 << 20
 # By default, reserve() makes space for tensors of this total size that are being rewritten.
 _IN_FLIGHT_NBYTES = 128 << 20
 _SYNCED_AT_ONCE = 64  # files
-_GROWTH_SECONDS = 1.0  # the wait for a directory in which no other thread makes a file
+_GROWTH_SECONDS = 10.0  # the wait for a directory in which no other thread makes a file
 # A commit needs a few descriptors, for the manifest and for files to sync. They are kept back for the case that the
 # program, or the store's own transfers, have taken all others.
 _SPARE_DESCRIPTORS = 4
@@ -439,10 +439,12 @@ class TensorStore(Owned):
                 if piece := directory.take(directory.rounded(nbytes)):
                     return piece
             # To make a file may be slow. Directories where another thread is not making one come first.
-            if all(directory.is_growing for directory in order):
-                self._grown.wait(_GROWTH_SECONDS)
+            self._grown.wait_for(
+                lambda: not all(directory.is_growing for directory in order), _GROWTH_SECONDS
+            )
+            order.sort(key=lambda one: one.is_growing)
         failures = []
-        for directory in sorted(order, key=lambda one: one.is_growing):
+        for directory in order:
             try:
                 share = ahead_nbytes * directory.weight / sum(one.weight for one in directories)
                 share = directory.rounded(int(share))
