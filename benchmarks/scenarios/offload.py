@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import queue
 import statistics
 import tempfile
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +35,8 @@ from tensorferry.offload import (
     offload_optimizer,
     stream_weights,
 )
+from tensorferry.store import TensorStore
 from tensorferry.tuning import fio
-from tensorferry.tuning.offload import Traffic
 from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
 from tensorferry.tuning.workers import UnavailableError
@@ -152,6 +154,80 @@ class Stepper:
     def _offload(self, budget_nbytes: int, directories: list[Path]) -> OffloadedOptimizer:
         names = [str(directory) for directory in directories]
         return offload_optimizer(self._new(), names, memory_budget=budget_nbytes)
+
+
+class Traffic:
+    """The I/O of a step without its arithmetic: buckets of a store are read into slots and written back.
+
+    Parameters
+    ----------
+    directories : list of str
+        The directories of the store.
+    bucket_nbytes : int
+        The size of one read or write.
+    buckets, slots : int
+        The number of buckets in the store, and the maximum number in memory.
+    """
+
+    def __init__(
+        self, directories: list[str], bucket_nbytes: int, buckets: int, slots: int
+    ) -> None:
+        self._nbytes = bucket_nbytes
+        self._store = TensorStore(directories)
+        try:
+            self._slots = [tensorferry.empty(bucket_nbytes, torch.uint8) for _ in range(slots)]
+            self._names = [f"bucket-{number}" for number in range(buckets)]
+            self._store.reserve(dict.fromkeys(self._names, bucket_nbytes))
+            for at, name in enumerate(self._names):
+                self._store.write(name, self._slots[at % slots]).result()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def move(self, read_nbytes: int, written_nbytes: int) -> None:
+        """Read ``read_nbytes`` in buckets, and write each bucket after its read, up to ``written_nbytes``.
+
+        Raises
+        ------
+        StorageError
+            A bucket cannot be read or written.
+        """
+        to_read = deque(self._names[: -(-read_nbytes // self._nbytes)])
+        to_write = -(-written_nbytes // self._nbytes)
+        # Transfers end in any order. With callbacks, the next step of each slot begins as soon as its transfer ends.
+        ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        moving = 0
+
+        def read_next(slot: Any) -> None:
+            nonlocal moving
+            if to_read:
+                moving += 1
+                name = to_read.popleft()
+                future = self._store.read(name, slot)
+                future.add_done_callback(
+                    lambda future: ended.put(lambda: write(name, future.result()))
+                )
+
+        def write(name: str, slot: Any) -> None:
+            nonlocal moving, to_write
+            if not to_write:
+                read_next(slot)
+                return
+            to_write -= 1
+            moving += 1
+            future = self._store.write(name, slot)
+            future.add_done_callback(lambda future: ended.put(lambda: read_next(future.result())))
+
+        for slot in self._slots:
+            read_next(slot)
+        while moving:
+            next_step = ended.get()
+            moving -= 1
+            next_step()
+
+    def close(self) -> None:
+        """Close the store, and free its space."""
+        self._store.close()
 
 
 def shapes(parameters: int) -> list[tuple[int, ...]]:

@@ -76,16 +76,20 @@ def test_options_that_only_deepspeeds_legacy_has_are_accepted_and_noted(director
         assert f"{option.partition('=')[0]} has no effect" in notes
 
 
-def test_a_chart_is_drawn_too(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    required.module("matplotlib")
-    path = tmp_path_factory.mktemp("chart") / "out.svg"
-    measure(directory, "--plot", path, "--loops=1")
-    assert "<svg" in path.read_text()
-    path.unlink()
-    path.symlink_to("/dev/full")
-    done = bench(directory, *SMALL, "--plot", path, expect=1)
-    assert len(json.loads(done.stdout)["results"]) == 2, "the figures are not lost"
-    assert done.stderr == f"tensorferry bench: --plot: {path}: No space left on device\n"
+@pytest.mark.parametrize(
+    ("options", "shown"), [((), True), (("--write",), False), (("--engine=torch_io",), False)]
+)
+def test_the_time_of_an_offloaded_step_follows_from_both_speeds(
+    options: tuple[str, ...], shown: bool, directory: Path
+) -> None:
+    if "--engine=torch_io" in options:
+        required.module("torch")
+    printed = bench(directory, "--io-size=3M", "--loops=1", *options).stdout
+    assert ("offload_optimizer" in printed) is shown
+    if shown:
+        speeds = re.findall(r"^ *(?:write|read) aio_handle +(\d+\.\d+)", printed, re.MULTILINE)
+        (seconds,) = re.findall(r"about (\S+) s of I/O", printed)
+        assert float(seconds) == pytest.approx(sum(8 / float(each) for each in speeds), rel=0.06)
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -29,9 +28,8 @@ from tensorferry.tuning.bench import BenchError, Job, Place, Results, problems_o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tensorferry.tuning.offload import Result as Prediction
-
 _MAX_LOOPS = 1_000_000
+_STATE_NBYTES = 8  # of AdamW in fp32, for each parameter; in GB for each 10^9 of them
 # The options that set a handle's parameters, each with the parameter's name.
 _SETTINGS = {
     "block_size": "block_size",
@@ -48,17 +46,6 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
-# The options that have an effect with --offload.
-_OF_OFFLOAD = ("path", "folder", "offload", "training", "io_size", "loops", "as_json")
-# Explanations of a predicted step, for the optimizer alone and (True) for a complete training.
-_NOTES = {
-    False: "A step takes the longer of I/O and arithmetic.",
-    True: "Arithmetic is that of AdamW. The model's own computation is not included: the forward pass, and the "
-    "backward pass with its recomputation of the blocks. A step takes at least the longer of that and I/O. Compare the "
-    "bytes written with the drive's endurance (TBW).",
-}
-
-
 Engine = Enum("Engine", {n: n for n in ("aio_handle", "files", "torch_io")}, type=str)  # type: ignore[misc]
 IoEngine = Enum("IoEngine", {n: n for n in ("io_uring", "libaio", "threads")}, type=str)  # type: ignore[misc]
 HostMemory = Enum("HostMemory", {n: n for n in ("locked", "ordinary", "accelerator")}, type=str)  # type: ignore[misc]
@@ -157,20 +144,6 @@ def bench(
     ),
     sequential_requests: bool = switch("--sequential-requests", "Accepted, without effect."),
     csv: bool = switch("--csv", "Accepted, without effect: use --json."),
-    offload: Optional[str] = value(
-        None,
-        "--offload",
-        "PARAMETERS",
-        "Instead, predict the time of an AdamW step with the state in the folder, for a model with this number of "
-        "parameters, such as 7B. Supports --training, --io-size, --loops and --json.",
-    ),
-    training: bool = switch(
-        "--training",
-        "With --offload: parameters and gradients are in the folder, too. Shows the bytes a step reads and writes.",
-    ),
-    plot: Optional[Path] = value(
-        None, "--plot", "FILE", "Also draw a chart (.svg, .png or .pdf; needs matplotlib)."
-    ),
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast files are written and read.
@@ -179,29 +152,13 @@ def bench(
     accepted.
     """
     given = dict(locals())
-    if offload is not None:
-        _predict(given)
-        return
-    if training:
-        raise ExitError(UNUSABLE, ["--training: needs --offload PARAMETERS"])
     job, notes = make_job(given)
-    if plot is not None:
-        from tensorferry.tuning.plot import draw, problem_of
-
-        if problem := problem_of(plot):
-            raise ExitError(UNUSABLE, [f"--plot: {problem}"])
     results = measure(job)
     results.notes[:0] = notes
     if as_json:
         print_json(results.as_dict())
     else:
         _show(results, make_console())
-    if plot is not None:  # after the figures, which must not be lost if the chart cannot be written
-        titles = {"write": "writing", "read": "reading"}
-        try:
-            draw({titles[each.name]: each for each in results.comparisons}, plot)
-        except OSError as error:
-            raise ExitError(FAILED, [f"--plot: {plot}: {error.strerror}"]) from None
 
 
 def measure(job: Job) -> Results:
@@ -310,8 +267,22 @@ def _show(results: Results, console: Console) -> None:
         console,
         "GB: 10^9 bytes. p50, p99: latency of one block. +MiB: memory in addition to the buffer. Reads are cold.",
     )
+    if seconds := _step_seconds(results):
+        words.append(
+            f"offload_optimizer with AdamW's fp32 state in this folder: about {seconds:.2g} s of I/O a step for each "
+            "10^9 parameters"
+        )
     for line in [*words, *(f"note: {note}" for note in dict.fromkeys(results.notes))]:
         say(console, line)
+
+
+def _step_seconds(results: Results) -> float | None:
+    """Return the time to read and write AdamW's fp32 state of 10^9 parameters, if reads and writes were measured."""
+    medians = [comparison.median(results.job.method) for comparison in results.comparisons]
+    speeds = [median for median in medians if median]
+    if len(speeds) < 2 or results.job.method == "torch_io":
+        return None
+    return sum(_STATE_NBYTES / speed for speed in speeds)
 
 
 def _describe_gpu(gpu: dict[str, Any]) -> str:
@@ -328,63 +299,3 @@ def _describe(settings: dict[str, Any]) -> str:
         f"{name} {format_nbytes(value) if name == 'block_size' else value}"
         for name, value in settings.items()
     )
-
-
-def _predict(given: dict[str, Any]) -> None:
-    from tensorferry.tuning import offload
-
-    folders = [given[name] for name in ("path", "folder") if given[name]]
-    try:
-        parameters = offload.parse_count(given["offload"])
-    except ValueError as error:
-        raise ExitError(UNUSABLE, [f"--offload: {error}"]) from None
-    problems = [] if len(folders) == 1 else ["--offload: needs one folder"]
-    for name, parameter in inspect.signature(bench).parameters.items():
-        default = getattr(parameter.default, "default", parameter.default)
-        if name not in _OF_OFFLOAD and given[name] != default:
-            problems.append(f"--{name.replace('_', '-')}: has no effect with --offload")
-    if given["io_size"] < offload.SMALLEST_NBYTES:
-        problems.append(f"--io-size: {given['io_size']} is less than 1M")
-    if reason := offload.unusable_reason():
-        problems.append(f"--offload: {reason}")
-    if problems:
-        raise ExitError(UNUSABLE, problems)
-    job = offload.Job(parameters, folders[0], given["io_size"], given["loops"], given["training"])
-    with progress_bar() as progress:
-        predicted = offload.run(job, progress)
-    if given["as_json"]:
-        print_json(predicted.as_dict())
-    else:
-        _show_prediction(predicted, make_console())
-
-
-def _show_prediction(result: Prediction, console: Console) -> None:
-    job, gb = result.job, 1e9
-    content = "parameters, gradients and state" if job.training else "its state"
-    say(
-        console,
-        f"AdamW of {job.parameters / 1e6:,.6g} M parameters, {content} in {job.folder}: concurrent reads and writes "
-        f"{result.nbytes_per_second / gb:.2f} GB/s in total, arithmetic {result.parameters_per_second / 1e6:,.0f} M "
-        f"parameters a second with {result.threads} threads",
-    )
-    numbers = ("budget GB", "moved GB", "written GB", "I/O s", "arithmetic s", "step s", "limit")
-    # The time of a training step also depends on the model's computation, so these columns are left out.
-    shown = numbers[:5] if job.training else numbers
-    table = make_table(["parameters"], shown)
-    for each in result.predictions:
-        cells = [
-            f"{each.budget_nbytes / gb:,.4g}" if each.budget_nbytes else "small",
-            f"{each.moved_nbytes / gb:,.4g}",
-            f"{each.written_nbytes / gb:,.4g}",
-            *(f"{s:.3g}" for s in (each.io_seconds, each.arithmetic_seconds, each.step_seconds)),
-            each.limit,
-        ]
-        table.add_row(f"{each.layout}: {each.state_nbytes / gb:,.4g} GB", *cells[: len(shown)])
-    show(console, table)
-    say(
-        console,
-        f"GB: 10^9 bytes. small: a budget that is small compared with {content}. {_NOTES[job.training]}",
-    )
-    if max(each.state_nbytes for each in result.predictions) > result.free_nbytes:
-        free = f"{result.free_nbytes / gb:,.4g} GB free, less than the largest of these states"
-        say(console, f"note: {job.folder} has {free}")

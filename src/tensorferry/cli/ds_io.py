@@ -17,8 +17,7 @@ _DS_IO_GB = 1 << 30
 _DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
 # Options of `tensorferry bench` that ds_io lacks, with the values that they have here.
 _OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
-_OURS |= {"compare": False, "csv": False, "offload": None, "training": False}
-_OURS |= {"plot": None, "as_json": False}
+_OURS |= {"compare": False, "csv": False, "as_json": False}
 
 
 def main(arguments: list[str] | None = None) -> None:
