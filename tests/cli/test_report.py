@@ -84,12 +84,17 @@ def test_it_is_coloured_on_a_terminal(directory: Path, quick: dict[str, str]) ->
 
 @pytest.mark.parametrize("columns", [None, 80])
 def test_it_fits_on_a_screen_whatever_is_to_be_told(
-    columns: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+    columns: int | None,
+    directory: Path,
+    quick: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The most important advice is shown; the rest is counted."""
     advice = {"level": "hint", "about": "devices", "finding": "f " * 70, "meaning": "m " * 70}
     items = [advice | {"remedy": f"remedy {number}"} for number in range(30)]
     drive = {"name": "sda", "number": "8:0", "kind": "SCSI or SATA disk", "model": None}
+    for name, value in quick.items():
+        monkeypatch.setenv(name, value)
     facts = collect(directory) | {"advice": items, "devices": [drive] * 40}
     facts["limits"] = [{"device": f"8:{number}", "rbps": 1} for number in range(99)]
     monkeypatch.setattr("tensorferry.tuning.report.report", lambda _: facts)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import (
-    AsJson,
     make_console,
     make_table,
     print_json,
@@ -20,15 +17,14 @@ from tensorferry.cli.consoles import (
     show,
 )
 from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, exiting_with
-from tensorferry.cli.parsing import FOLDER, existing_folder, number, size, switch, value
+from tensorferry.cli.options import command_with
+from tensorferry.cli.parsing import existing_folder
 from tensorferry.cli.tables import comparison_cells
-from tensorferry.transfer.settings import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.tuning.bench import BenchError, Job, Place, Results, problems_of, run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MAX_LOOPS = 1_000_000
 _STATE_NBYTES = 8  # of AdamW in fp32, for each parameter; in GB for each 10^9 of them
 # The options that set a handle's parameters, each with the parameter's name.
 _SETTINGS = {
@@ -46,119 +42,24 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
-Engine = Enum("Engine", {n: n for n in ("aio_handle", "files", "torch_io")}, type=str)  # type: ignore[misc]
-IoEngine = Enum("IoEngine", {n: n for n in ("io_uring", "libaio", "threads")}, type=str)  # type: ignore[misc]
-HostMemory = Enum("HostMemory", {n: n for n in ("locked", "ordinary", "accelerator")}, type=str)  # type: ignore[misc]
 
 
-def bench(
-    *,
-    path: Optional[Path] = typer.Argument(None, help="The folder; the same as --folder.", **FOLDER),
-    folder: Optional[Path] = typer.Option(
-        None, "--folder", help="The folder to work in.", **FOLDER
-    ),
-    folder_to_device_mapping: list[str] = value(
-        [],
-        "--folder-to-device-mapping",
-        "FOLDER:DEVICE",
-        "A folder and the number of a GPU, which is used only with --gpu. Repeat the option; each gets one process.",
-    ),
-    io_size: int = size(1 << 30, "--io-size", "The size of each file, such as 400M."),
-    read: bool = switch("--read", "Only read."),
-    write: bool = switch("--write", "Only write."),
-    multi_process: int = number(
-        1, "--multi-process", (1, 1024), "The number of processes, each with a separate file."
-    ),
-    loops: int = number(3, "--loops", (1, _MAX_LOOPS), "The number of measured transfers."),
-    warmup_loops: int = number(
-        1,
-        "--warmup-loops",
-        (0, _MAX_LOOPS),
-        "The number of transfers before the measured ones, which are not counted.",
-    ),
-    include_warmup_time: bool = switch(
-        "--include-warmup-time", "Also count the transfers of --warmup-loops."
-    ),
-    different_file_each_iteration: bool = switch(
-        "--different-file-each-iteration",
-        "Use a new file for each loop. By default, writes overwrite the file of the first loop.",
-    ),
-    validate: bool = switch(
-        "--validate", "Compare file and memory after each transfer, outside the measured time."
-    ),
-    keep_files: bool = switch(
-        "--keep-files",
-        "Use ds_io's file names, read existing files, and keep all files for the next run.",
-    ),
-    engine: Engine = value(
-        "aio_handle",
-        "--engine",
-        "aio_handle|files|torch_io",
-        "Asynchronous calls and wait(), tensorferry.open(), or torch.save and torch.load.",
-    ),
-    io_engine: Optional[IoEngine] = value(
-        None,
-        "--io-engine",
-        "io_uring|libaio|threads",
-        "The I/O engine. Default: the first that works.",
-    ),
-    block_size: Optional[int] = size(
-        None,
-        "--block-size",
-        "The size of one block. By default, --block-size, --queue-depth and --io-parallel are those of a handle "
-        "without explicit settings.",
-        maximum=MAX_BLOCK_NBYTES,
-    ),
-    queue_depth: Optional[int] = number(
-        None, "--queue-depth", (1, MAX_QUEUE_DEPTH), "The maximum number of blocks in flight."
-    ),
-    io_parallel: Optional[int] = number(
-        None,
-        "--io-parallel",
-        (1, MAX_PARALLELISM),
-        "The number of worker threads, each with a queue.",
-    ),
-    single_submit: bool = switch("--single-submit", "Use one system call for each block."),
-    memory: Optional[HostMemory] = value(
-        None,
-        "--memory",
-        "locked|ordinary|accelerator",
-        "The host memory: from tensorferry.empty() (default); unaligned and on small pages; or pinned by torch. With "
-        "--gpu: copy all bytes through this memory, instead of passing the CUDA tensor to the handle.",
-    ),
-    use_accelerator_pin_memory: bool = switch(
-        "--use-accelerator-pin-memory", "The same as --memory accelerator."
-    ),
-    gpu: bool = switch("--gpu", "Transfer CUDA tensors; without --memory, directly."),
-    use_gds: bool = switch(
-        "--use-gds", "Use gds_handle (GPUDirect Storage) instead of aio_handle."
-    ),
-    compare: bool = switch(
-        "--compare",
-        "Also measure plain Python and fio, alternately, with the same sizes and settings.",
-    ),
-    slow_bounce_buffer: bool = switch("--slow-bounce-buffer", "Accepted, without effect."),
-    torch_legacy_save: bool = switch("--torch-legacy-save", "Accepted, without effect."),
-    fast_io_size: Optional[str] = value(
-        None, "--fast-io-size", "BYTES", "Accepted, without effect."
-    ),
-    sequential_requests: bool = switch("--sequential-requests", "Accepted, without effect."),
-    csv: bool = switch("--csv", "Accepted, without effect: use --json."),
-    as_json: AsJson = False,
-) -> None:
+def run_bench(given: dict[str, Any]) -> None:
     """Measure how fast files are written and read.
 
     Reads are cold: the file is dropped from the page cache before each read. All options of DeepSpeed's ds_io are
     accepted.
     """
-    given = dict(locals())
     job, notes = make_job(given)
     results = measure(job)
     results.notes[:0] = notes
-    if as_json:
+    if given["json"]:
         print_json(results.as_dict())
     else:
         _show(results, make_console())
+
+
+bench = command_with("bench", run_bench)
 
 
 def measure(job: Job) -> Results:
@@ -171,7 +72,7 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
     """Return the job for the options, and notes on them. Exit with 2 if they are invalid."""
     problems: list[str] = []
     places = _places(given, problems)
-    memory = given["memory"].value if given["memory"] else None
+    memory = given["memory"]
     notes = [f"--{name.replace('_', '-')} has no effect" for name in _ACCEPTED if given[name]]
     memory = "accelerator" if given["use_accelerator_pin_memory"] else memory
     if memory == "accelerator" and not given["gpu"]:
@@ -186,15 +87,13 @@ def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
     if given["gpu"] and (memory is None or given["use_gds"]):
         memory = "gpu"
     values = {option: given[option] for option in _SETTINGS if given[option]}
-    if "io_engine" in values:
-        values["io_engine"] = values["io_engine"].value
     both = given["read"] == given["write"]
     shared = {each.name for each in dataclasses.fields(Job)} & given.keys() - {"memory", "engine"}
     job = Job(
         places=places,
         operations=tuple(name for name in ("write", "read") if both or given[name]),
         io_nbytes=given["io_size"],
-        engine=given["engine"].value,
+        engine=given["engine"],
         settings={_SETTINGS[option]: value for option, value in values.items()},
         memory=memory or "locked",
         **{name: given[name] for name in shared},

@@ -151,4 +151,4 @@ def _gap(fact: Any) -> str:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.4g} GiB"
+    return f"{nbytes / (1 << 30):.1f} GiB"
