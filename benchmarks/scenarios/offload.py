@@ -4,9 +4,9 @@ Rules: parameters and gradients are in fp32, in tensors of the shapes of a trans
 them, and the optimizer in memory and the offloaded optimizers of all budgets step them in turns. The time of a step
 includes its last write.
 
-"The same I/O alone" moves as many buckets of the same size: it reads them into as many slots, and writes each as soon
-as it is read, through a separate store. Peak memory is measured in a separate process for each budget, from before the
-optimizer is made to the end of its third step, in addition to parameters and gradients.
+"The same I/O alone" is fio, which reads and writes as many bytes at the same time. Peak memory is measured in another
+process for each budget, from before the optimizer is made to the end of its third step, in addition to parameters and
+gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import queue
 import statistics
 import tempfile
 import time
-from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,6 @@ from tensorferry.offload import (
     offload_optimizer,
     stream_weights,
 )
-from tensorferry.store import TensorStore
 from tensorferry.tuning import fio
 from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
@@ -75,7 +72,6 @@ class Stepper:
         torch.optim.AdamW([small], fused=True).step()
         self._in_memory: torch.optim.Optimizer | None = None
         self._offloaded: dict[str, OffloadedOptimizer] = {}
-        self._alone: dict[int, Traffic] = {}
 
     def step_in_memory(self) -> dict[str, Any]:
         """Measure a step of the optimizer in memory."""
@@ -101,27 +97,8 @@ class Stepper:
             optimizer.drain()
         after = optimizer.stats()
         read, written = (after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
-        moved = {
-            "read_nbytes": read,
-            "written_nbytes": written,
-            "buckets": after["buckets"],
-            "bucket_nbytes": after["state_nbytes"] // after["buckets"],
-            "memory_nbytes": after["memory_nbytes"],
-        }
+        moved = {"read_nbytes": read, "written_nbytes": written}
         return watch.as_value(watch.seconds, read + written, **moved)
-
-    def move_alone(
-        self, budget_nbytes: int, directory: Path, how: dict[str, int]
-    ) -> dict[str, Any]:
-        """Measure the same I/O as that of a step, without the step; ``how`` has the details of the step's sample."""
-        if budget_nbytes not in self._alone:
-            bucket = how["bucket_nbytes"]
-            slots = max(how["memory_nbytes"] // bucket, 1)
-            traffic = Traffic([str(directory)], bucket, how["buckets"], slots)
-            self._alone[budget_nbytes] = traffic
-        with Stopwatch() as watch:
-            self._alone[budget_nbytes].move(how["read_nbytes"], how["written_nbytes"])
-        return watch.as_value(watch.seconds)
 
     def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
         """Measure the peak memory of making an offloaded optimizer and of its first three steps."""
@@ -144,9 +121,9 @@ class Stepper:
 
     def end(self) -> None:
         """Close all optimizers and stores, which frees their space on the drives."""
-        for each in [*self._offloaded.values(), *self._alone.values()]:
+        for each in self._offloaded.values():
             each.close()
-        self._offloaded, self._alone = {}, {}
+        self._offloaded = {}
 
     def _new(self) -> Any:
         return torch.optim.AdamW(self._params, lr=1e-4, fused=True)
@@ -154,80 +131,6 @@ class Stepper:
     def _offload(self, budget_nbytes: int, directories: list[Path]) -> OffloadedOptimizer:
         names = [str(directory) for directory in directories]
         return offload_optimizer(self._new(), names, memory_budget=budget_nbytes)
-
-
-class Traffic:
-    """The I/O of a step without its arithmetic: buckets of a store are read into slots and written back.
-
-    Parameters
-    ----------
-    directories : list of str
-        The directories of the store.
-    bucket_nbytes : int
-        The size of one read or write.
-    buckets, slots : int
-        The number of buckets in the store, and the maximum number in memory.
-    """
-
-    def __init__(
-        self, directories: list[str], bucket_nbytes: int, buckets: int, slots: int
-    ) -> None:
-        self._nbytes = bucket_nbytes
-        self._store = TensorStore(directories)
-        try:
-            self._slots = [tensorferry.empty(bucket_nbytes, torch.uint8) for _ in range(slots)]
-            self._names = [f"bucket-{number}" for number in range(buckets)]
-            self._store.reserve(dict.fromkeys(self._names, bucket_nbytes))
-            for at, name in enumerate(self._names):
-                self._store.write(name, self._slots[at % slots]).result()
-        except BaseException:
-            self._store.close()
-            raise
-
-    def move(self, read_nbytes: int, written_nbytes: int) -> None:
-        """Read ``read_nbytes`` in buckets, and write each bucket after its read, up to ``written_nbytes``.
-
-        Raises
-        ------
-        StorageError
-            A bucket cannot be read or written.
-        """
-        to_read = deque(self._names[: -(-read_nbytes // self._nbytes)])
-        to_write = -(-written_nbytes // self._nbytes)
-        # Transfers end in any order. With callbacks, the next step of each slot begins as soon as its transfer ends.
-        ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        moving = 0
-
-        def read_next(slot: Any) -> None:
-            nonlocal moving
-            if to_read:
-                moving += 1
-                name = to_read.popleft()
-                future = self._store.read(name, slot)
-                future.add_done_callback(
-                    lambda future: ended.put(lambda: write(name, future.result()))
-                )
-
-        def write(name: str, slot: Any) -> None:
-            nonlocal moving, to_write
-            if not to_write:
-                read_next(slot)
-                return
-            to_write -= 1
-            moving += 1
-            future = self._store.write(name, slot)
-            future.add_done_callback(lambda future: ended.put(lambda: read_next(future.result())))
-
-        for slot in self._slots:
-            read_next(slot)
-        while moving:
-            next_step = ended.get()
-            moving -= 1
-            next_step()
-
-    def close(self) -> None:
-        """Close the store, and free its space."""
-        self._store.close()
 
 
 def shapes(parameters: int) -> list[tuple[int, ...]]:
@@ -287,13 +190,13 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
         return measure
 
     def alone(budget: int) -> Measure:
-        def how(_: int) -> dict[str, int]:
+        def measure(_: int) -> Sample:
             if budget not in shown:
                 raise UnavailableError("no step has been measured, so its bytes are unknown")
-            return shown[budget]
+            moved = {name: shown[budget][name] for name in ("read_nbytes", "written_nbytes")}
+            return both_ways(bench.directory, both_ways_config(), **moved)
 
-        where: dict[str, Any] = {"budget_nbytes": budget, "directory": drive}
-        return measured(stepper, "move_alone", **where, how=how)
+        return measure
 
     comparison = bench.compare(
         f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",

@@ -82,6 +82,23 @@ def test_it_is_coloured_on_a_terminal(directory: Path, quick: dict[str, str]) ->
     assert b"\x1b[1mengine " in shown
 
 
+def test_facts_that_could_not_be_determined_are_told_with_the_reason(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = {"unknown": "the machine hides it"}
+    facts: dict[str, Any] = dict.fromkeys(("devices", "limits", "file_system"), unknown)
+    facts["engines"] = {"chosen": unknown, "forced": None, "available": {}}
+    facts["system"] = dict.fromkeys(("available_nbytes", "transparent_huge_pages"), unknown)
+    facts["gpu"] = {"cuda": unknown, "cufile": unknown}
+    facts["libraries"] = {"torch": unknown, "deepspeed": {"async_io": unknown}}
+    facts |= {"path": str(directory), "versions": {"torch": unknown}, "advice": []}
+    monkeypatch.setattr("tensorferry.tuning.report.report", lambda _: facts)
+    printed = run("report", directory).stdout
+    for name in ("engine", "file system", "devices", "memory", "limits", "GPU", "DeepSpeed"):
+        assert re.search(rf"^{name} +unknown: the machine hides it", printed, re.MULTILINE)
+    assert "no advice" in printed
+
+
 @pytest.mark.parametrize("columns", [None, 80])
 def test_it_fits_on_a_screen_whatever_is_to_be_told(
     columns: int | None,

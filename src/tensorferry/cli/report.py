@@ -48,7 +48,7 @@ def report(
     width = console.width if console.is_terminal else None
     lines: list[tuple[str, str]] = []
     for name, value in _facts(facts):
-        lines += _lines("bold", name, value, width)[:_MAX_LINES_OF_FACT]
+        lines += _lines("bold", name, value, width, _MAX_LINES_OF_FACT)
     advice = facts["advice"]
     head = "advice, most important first" if advice else "no advice: no improvement was found"
     lines += [("", ""), ("", head)]
@@ -67,11 +67,16 @@ def report(
         console.print(text, soft_wrap=True)
 
 
-def _lines(style: str, name: str, value: str, width: int | None) -> list[tuple[str, str]]:
+def _lines(
+    style: str, name: str, value: str, width: int | None, most: int | None = None
+) -> list[tuple[str, str]]:
     """Return the lines of a row, with the style of its name. On a pipe (without a width), a row is one line."""
     value = printable(value)
-    room = max(20, (width or 0) - _INDENT)
-    parts = [value] if width is None else textwrap.wrap(value, room, break_on_hyphens=False)
+    parts = [value]
+    if width is not None:
+        wrapper = textwrap.TextWrapper(max(20, width - _INDENT), break_on_hyphens=False)
+        wrapper.max_lines, wrapper.placeholder = most, " ..."
+        parts = wrapper.wrap(value)
     names = [name] + [""] * len(parts)
     return [(style, f"{name:{_INDENT}}{part}") for name, part in zip(names, parts, strict=False)]
 
@@ -89,7 +94,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         why = f"refused: {', '.join(refused)}"
     yield "engine", _gap(engines["chosen"]) or f"{engines['chosen']} ({why})"
     yield "file system", _file_system(facts["file_system"])
-    devices = [] if _gap(facts["devices"]) else facts["devices"]
+    devices = [facts["devices"]] if _gap(facts["devices"]) else facts["devices"]
     for number, device in enumerate(devices[:_MAX_DEVICES]):
         yield "" if number else "devices", _device(device)
     if len(devices) > _MAX_DEVICES:
@@ -100,7 +105,8 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     words = _gap(available) or f"{_gib(available)} available"
     yield "memory", f"{words}, transparent huge pages: {_gap(pages) or pages}"
     limits = facts["limits"]
-    each = [" ".join(f"{key} {value}" for key, value in limit.items()) for limit in limits]
+    known = [] if _gap(limits) else limits
+    each = [" ".join(f"{key} {value}" for key, value in limit.items()) for limit in known]
     yield "limits", _gap(limits) or ", ".join(each) or "no control group limits I/O"
     yield from _gpu(facts["gpu"], facts["libraries"]["torch"])
     if operation := facts["libraries"]["deepspeed"].get("async_io"):
