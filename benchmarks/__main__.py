@@ -40,7 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     description = machine.describe(options.directory) | {"fio": fio.version()}
-    console.print(machine.summary(description))
+    cpus, memory = description["cpu_count"], description["memory_nbytes"] / (1 << 30)
+    console.print(
+        f"{cpus} x {description['cpu_model']}, {memory:.0f} GiB, kernel {description['kernel']}, "
+        f"{description['file_system'].get('type', 'unknown file system')}"
+    )
     outcomes: dict[str, Outcome] = {}
     status = 0
     names = ("rounds", "nbytes", "parameters", "huge_pages", "deepspeed")

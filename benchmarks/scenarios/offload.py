@@ -4,9 +4,9 @@ Rules: parameters and gradients are in fp32, in tensors of the shapes of a trans
 them, and the optimizer in memory and the offloaded optimizers of all budgets step them in turns. The time of a step
 includes its last write.
 
-"The same I/O alone" moves as many buckets of the same size: it reads them into as many slots, and writes each as soon
-as it is read, through a separate store. Peak memory is measured in a separate process for each budget, from before the
-optimizer is made to the end of its third step, in addition to parameters and gradients.
+"The same I/O alone" is fio, which reads and writes as many bytes at the same time. Peak memory is measured in another
+process for each budget, from before the optimizer is made to the end of its third step, in addition to parameters and
+gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from tensorferry.offload import (
     stream_weights,
 )
 from tensorferry.tuning import fio
-from tensorferry.tuning.offload import Traffic
 from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
 from tensorferry.tuning.workers import UnavailableError
@@ -73,7 +72,6 @@ class Stepper:
         torch.optim.AdamW([small], fused=True).step()
         self._in_memory: torch.optim.Optimizer | None = None
         self._offloaded: dict[str, OffloadedOptimizer] = {}
-        self._alone: dict[int, Traffic] = {}
 
     def step_in_memory(self) -> dict[str, Any]:
         """Measure a step of the optimizer in memory."""
@@ -99,27 +97,8 @@ class Stepper:
             optimizer.drain()
         after = optimizer.stats()
         read, written = (after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
-        moved = {
-            "read_nbytes": read,
-            "written_nbytes": written,
-            "buckets": after["buckets"],
-            "bucket_nbytes": after["state_nbytes"] // after["buckets"],
-            "memory_nbytes": after["memory_nbytes"],
-        }
+        moved = {"read_nbytes": read, "written_nbytes": written}
         return watch.as_value(watch.seconds, read + written, **moved)
-
-    def move_alone(
-        self, budget_nbytes: int, directory: Path, how: dict[str, int]
-    ) -> dict[str, Any]:
-        """Measure the same I/O as that of a step, without the step; ``how`` has the details of the step's sample."""
-        if budget_nbytes not in self._alone:
-            bucket = how["bucket_nbytes"]
-            slots = max(how["memory_nbytes"] // bucket, 1)
-            traffic = Traffic([str(directory)], bucket, how["buckets"], slots)
-            self._alone[budget_nbytes] = traffic
-        with Stopwatch() as watch:
-            self._alone[budget_nbytes].move(how["read_nbytes"], how["written_nbytes"])
-        return watch.as_value(watch.seconds)
 
     def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
         """Measure the peak memory of making an offloaded optimizer and of its first three steps."""
@@ -142,9 +121,9 @@ class Stepper:
 
     def end(self) -> None:
         """Close all optimizers and stores, which frees their space on the drives."""
-        for each in [*self._offloaded.values(), *self._alone.values()]:
+        for each in self._offloaded.values():
             each.close()
-        self._offloaded, self._alone = {}, {}
+        self._offloaded = {}
 
     def _new(self) -> Any:
         return torch.optim.AdamW(self._params, lr=1e-4, fused=True)
@@ -211,13 +190,13 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
         return measure
 
     def alone(budget: int) -> Measure:
-        def how(_: int) -> dict[str, int]:
+        def measure(_: int) -> Sample:
             if budget not in shown:
                 raise UnavailableError("no step has been measured, so its bytes are unknown")
-            return shown[budget]
+            moved = {name: shown[budget][name] for name in ("read_nbytes", "written_nbytes")}
+            return both_ways(bench.directory, both_ways_config(), **moved)
 
-        where: dict[str, Any] = {"budget_nbytes": budget, "directory": drive}
-        return measured(stepper, "move_alone", **where, how=how)
+        return measure
 
     comparison = bench.compare(
         f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",

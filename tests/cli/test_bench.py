@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tensorferry.cli import bench as command
 from tensorferry.tuning import gpus
+from tensorferry.tuning.bench import Job, Place, Results
+from tensorferry.tuning.rounds import Comparison, Row, Sample
 from tests.cli.running import bench, run_fresh
 from tests.support import required
 
@@ -76,16 +79,25 @@ def test_options_that_only_deepspeeds_legacy_has_are_accepted_and_noted(director
         assert f"{option.partition('=')[0]} has no effect" in notes
 
 
-def test_a_chart_is_drawn_too(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    required.module("matplotlib")
-    path = tmp_path_factory.mktemp("chart") / "out.svg"
-    measure(directory, "--plot", path, "--loops=1")
-    assert "<svg" in path.read_text()
-    path.unlink()
-    path.symlink_to("/dev/full")
-    done = bench(directory, *SMALL, "--plot", path, expect=1)
-    assert len(json.loads(done.stdout)["results"]) == 2, "the figures are not lost"
-    assert done.stderr == f"tensorferry bench: --plot: {path}: No space left on device\n"
+@pytest.mark.parametrize(
+    ("options", "shown"), [((), True), (("--write",), False), (("--engine=torch_io",), False)]
+)
+def test_the_time_of_an_offloaded_step_follows_from_both_speeds(
+    options: tuple[str, ...], shown: bool, directory: Path
+) -> None:
+    if "--engine=torch_io" in options:
+        required.module("torch")
+    printed = bench(directory, "--io-size=3M", "--loops=1", *options).stdout
+    assert ("offload_optimizer" in printed) is shown
+
+
+def test_a_step_reads_and_writes_eight_bytes_of_each_parameter(directory: Path) -> None:
+    job = Job((Place(directory, 0),))
+    rows = [[Row("aio_handle", "ours", samples=[Sample(speed, 1.0)])] for speed in (2.0, 4.0)]
+    names = ("write", "read")
+    comparisons = [Comparison(name, "", rows=row) for name, row in zip(names, rows, strict=True)]
+    assert command._step_seconds(Results(job, comparisons)) == 8 / 2 + 8 / 4
+    assert command._step_seconds(Results(job, comparisons[:1])) is None
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])

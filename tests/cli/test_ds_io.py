@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tensorferry.cli import ds_io
+from tensorferry.cli import bench as command
+from tensorferry.cli import ds_io, options
 from tests.cli.running import Done, bench, here
 from tests.support import mounts
+from tests.support.child import ROOT
 
 SIZE = 2 << 20
 
@@ -78,6 +81,29 @@ def test_a_run_that_fails_leaves_only_what_was_there(tmp_path: Path) -> None:
         assert done.stderr.startswith("tensorferry-ds-io: ")
         assert {path.name for path in directory.iterdir()} >= {"mine"}
         assert not (directory / f"_aio_read_{SIZE}.pt.1_0").exists()
+
+
+def test_defaults_are_those_of_ds_io(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Any] = []
+    monkeypatch.setattr(command, "measure", lambda job: jobs.append(job) or command.Results(job))
+    run("--folder {0} --io_size 2M", directory)
+    run("--folder {0} --io_size 2M --read", directory)
+    assert [job.operations for job in jobs] == [("write",), ("read",)]
+    for job in jobs:
+        assert job.settings == {"block_size": 1 << 20, "queue_depth": 32}
+        assert (job.loops, job.warmup_loops, len(job.places)) == (3, 1, 1)
+        assert job.keep_files
+        assert not any((job.compare, job.validate, job.different_file_each_iteration))
+
+
+def test_the_page_for_users_of_deepspeed_names_every_option() -> None:
+    page = (ROOT / "docs/coming-from-deepnvme.md").read_text()
+    for field in options.FIELDS:
+        for name in ("ds_io", "ds_nvme_tune"):
+            parameter = field.parameter(name)
+            if parameter is not None:
+                (option,) = parameter.default.param_decls
+                assert f"`{option.replace('-', '_').replace('__', '--', 1)}" in page, (name, option)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,10 @@ def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
 def test_command_lines_of_ds_nvme_tune_work_unchanged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ds_nvme_tune.command.make_job, "__defaults__", (1.0,))
+    make_job = ds_nvme_tune.command.make_job
+    monkeypatch.setattr(
+        ds_nvme_tune.command, "make_job", lambda given: make_job(given | {"seconds": 1.0})
+    )
     sweep = place.home / "theirs.json"
     content = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False]}
     content |= {"single_submit": [False, True], "io_parallel": [1]}

@@ -1029,6 +1029,22 @@ MUTANTS = [
         "tests/tuning/test_deciding.py::test_settings_that_do_not_differ_are_almost_never_preferred",
     ),
     _mutant(
+        "the-report-goes-on",
+        "the report fits on a terminal of 50 lines, and leaves out the least important advice first",
+        "src/tensorferry/cli/report.py",
+        "        if len(lines) + len(item_lines) >= _MAX_LINES:\n",
+        "        if len(lines) + len(item_lines) >= 1000:\n",
+        "tests/cli/test_report.py::test_it_fits_on_a_screen_whatever_is_to_be_told",
+    ),
+    _mutant(
+        "ds-io-has-the-defaults-of-bench",
+        "an option of a measurement is declared once, with its default in each command",
+        "src/tensorferry/cli/options.py",
+        "        default = getattr(self, command)\n",
+        '        default = getattr(self, "bench" if command == "ds_io" else command)\n',
+        "tests/cli/test_ds_io.py::test_defaults_are_those_of_ds_io",
+    ),
+    _mutant(
         "an-explicit-setting-loses-to-the-environment",
         "an explicit setting takes precedence over the environment, and a bad variable is refused",
         "src/tensorferry/transfer/settings.py",

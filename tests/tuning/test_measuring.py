@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tensorferry
-from tensorferry.tuning import bench, fio, plot
+from tensorferry.tuning import bench, fio
 from tensorferry.tuning.bench import Job, Place
 from tensorferry.tuning.moving import Memory, Task, ValidationError
 from tensorferry.tuning.rounds import (
@@ -19,7 +19,6 @@ from tensorferry.tuning.rounds import (
     Row,
     Sample,
     take_turns,
-    throughput,
 )
 from tensorferry.tuning.scratch import make_cold, make_warm, remove, scratch_directory
 from tensorferry.tuning.workers import WorkerError
@@ -238,16 +237,3 @@ def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
         latency = sample.details["latency_microseconds"]
         assert latency["p99"] >= latency["p50"] > 0
     assert config.label == "fio libaio 64k qd4"
-
-
-def test_a_chart_shows_every_contender_and_is_the_same_each_time(directory: Path) -> None:
-    required.module("matplotlib")
-    rows = [row("ours", 1.0, 2.0, 3.0), row("theirs", 1.5)]
-    rows[1].samples[0] = throughput(1.0, 10**9)
-    for path in (directory / "a.svg", directory / "b.svg"):
-        assert plot.problem_of(path) is None
-        plot.draw({"writing": Comparison("write", "", rows=rows)}, path)
-    assert (directory / "a.svg").read_text() == (directory / "b.svg").read_text()
-    assert "<svg" in (directory / "a.svg").read_text()
-    for name in ("a.bmp", "missing/a.svg"):
-        assert plot.problem_of(directory / name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +11,6 @@ if TYPE_CHECKING:
 _NAME = "tensorferry-ds-io"
 # ds_io's GB is 2^30 bytes.
 _DS_IO_GB = 1 << 30
-# Defaults of ds_io that differ from those of `tensorferry bench`. An ellipsis makes an option required.
-_DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
-# Options of `tensorferry bench` that ds_io lacks, with the values that they have here.
-_OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
-_OURS |= {"compare": False, "csv": False, "offload": None, "training": False}
-_OURS |= {"plot": None, "as_json": False}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,33 +19,23 @@ def main(arguments: list[str] | None = None) -> None:
 
     with reporting_missing_packages():
         from tensorferry.cli.app import command_of, run_command
-        from tensorferry.cli.bench import bench
+        from tensorferry.cli.options import command_with
         from tensorferry.cli.parsing import repeat_option
 
-    parameters = []
-    for each in inspect.signature(bench, eval_str=True).parameters.values():
-        if each.name in _DEFAULTS:
-            option = copy.copy(each.default)
-            option.default = _DEFAULTS[each.name]
-            each = each.replace(default=option)
-        if each.name not in _OURS:
-            parameters.append(each)
-    _ds_io.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    _ds_io.__annotations__ = {each.name: each.annotation for each in parameters}
-    given = repeat_option(
-        sys.argv[1:] if arguments is None else arguments, "folder_to_device_mapping"
-    )
-    run_command(command_of(_ds_io, _NAME, _NAME), _NAME, given, _NAME)
+    given = sys.argv[1:] if arguments is None else arguments
+    given = repeat_option(given, "folder_to_device_mapping")
+    ds_io = command_with("ds_io", _ds_io, keep_files=True)
+    run_command(command_of(ds_io, _NAME, _NAME), _NAME, given, _NAME)
 
 
-def _ds_io(**given: Any) -> None:
+def _ds_io(given: dict[str, Any]) -> None:
     """Measure tensorferry as DeepSpeed's ds_io measures DeepNVMe.
 
     Options can also be written with underscores. `tensorferry bench` has more options.
     """
     from tensorferry.cli.bench import make_job, measure
 
-    job, notes = make_job(_OURS | {"write": not given["read"]} | given)
+    job, notes = make_job(given | {"write": not given["read"]})
     for number, place in enumerate(job.places):
         print(f"process {number}: {place.folder}")
     results = measure(job)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 
 from tensorferry.cli import reporting_missing_packages
 
 with reporting_missing_packages():
-    import typer
-
     from tensorferry.cli import tune as command
     from tensorferry.cli.app import command_of, run_command
     from tensorferry.cli.consoles import make_console, say
     from tensorferry.cli.exit_codes import FAILED, ExitError, printable
-    from tensorferry.cli.parsing import FOLDER, number, repeat_option, size, switch, value
-    from tensorferry.tuning.tune import SMALLEST_NBYTES
+    from tensorferry.cli.options import command_with
+    from tensorferry.cli.parsing import repeat_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tensorferry.tuning.tune import Result
 
@@ -37,46 +35,32 @@ def main(arguments: list[str] | None = None) -> None:
     run_command(command_of(ds_nvme_tune, _NAME, _NAME), _NAME, given, _NAME)
 
 
-def ds_nvme_tune(
-    nvme_dir: list[Path] = typer.Option(
-        ..., "--nvme-dir", help="Writable folders on the NVMe drives.", **FOLDER
-    ),
-    io_size: int = size(400 << 20, "--io-size", "Bytes of each write and read.", SMALLEST_NBYTES),
-    no_read: bool = command.NO_READ,
-    no_write: bool = command.NO_WRITE,
-    gpu: bool = command.GPU,
-    gds: bool = command.GDS,
-    sweep_config: Optional[Path] = command.SWEEP_CONFIG,
-    log_dir: Path = value(
-        "_aio_bench_logs",
-        "--log-dir",
-        "FOLDER",
-        "The folder for a JSON file with all measurements.",
-    ),
-    loops: int = number(1, "--loops", (1, 1000), "Accepted, without effect."),
-    flush_page_cache: bool = switch("--flush-page-cache", "Accepted, without effect."),
-    verbose: bool = switch("--verbose", "Print all tables."),
-) -> None:
+def run_ds_nvme_tune(given: dict[str, Any]) -> None:
     """Find the aio settings for a drive, with ds_nvme_tune's options and tensorferry's search.
 
     Options can also be written with underscores. `tensorferry tune` has more options.
     """
-    given = dict(locals())
-    job = command.make_job(nvme_dir, given)
+    job, log_dir = command.make_job(given), given["log_dir"]
     with _exiting_for_log(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
     console = make_console()
-    for name, is_given in (("loops", loops > 1), ("flush_page_cache", flush_page_cache)):
+    for name, is_given in (
+        ("loops", given["loops"] > 1),
+        ("flush_page_cache", given["flush_page_cache"]),
+    ):
         if is_given:
             say(console, f"--{name} has no effect")
-    folders = [str(folder) for folder in nvme_dir]
+    folders = [str(folder) for folder in given["folders"]]
     say(console, printable(f"Running DeepNVMe performance tuning on {folders}"))
     result = command.run(console, job)
-    if verbose:
+    if given["verbose"]:
         command.print_result(console, result)
     _print_as_theirs(result)
     with _exiting_for_log(log_dir / _LOG_NAME):
         (log_dir / _LOG_NAME).write_text(json.dumps(result.as_json(), indent=1) + "\n")
+
+
+ds_nvme_tune = command_with("ds_nvme_tune", run_ds_nvme_tune)
 
 
 @contextlib.contextmanager

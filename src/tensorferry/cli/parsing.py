@@ -1,4 +1,4 @@
-"""Helpers for typer options of a command's parameters, and DeepSpeed's syntax for options with several values."""
+"""Parsers of values of options, and DeepSpeed's syntax for options with several values."""
 
 from __future__ import annotations
 
@@ -10,30 +10,13 @@ import typer
 from tensorferry.base.checks import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-_MAX_FILE_NBYTES = (1 << 63) - 1
-
-
-def switch(name: str, text: str) -> Any:
-    """Return a boolean option without a value."""
-    return typer.Option(False, name, help=text)
+MAX_FILE_NBYTES = (1 << 63) - 1
 
 
-def value(default: Any, name: str, metavar: str, text: str, **options: Any) -> Any:
-    """Return an option with a value of its parameter's type."""
-    return typer.Option(default, name, metavar=metavar, help=text, **options)
-
-
-def number(default: Any, name: str, limits: tuple[int, int], text: str) -> Any:
-    """Return an option with an integer value within limits."""
-    return value(default, name, "N", text, min=limits[0], max=limits[1])
-
-
-def size(
-    default: Any, name: str, text: str, minimum: int = 1, maximum: int = _MAX_FILE_NBYTES
-) -> Any:
-    """Return an option with a size in bytes within limits, such as 400M."""
+def parse_size(minimum: int = 1, maximum: int = MAX_FILE_NBYTES) -> Callable[[Any], int]:
+    """Return a parser of sizes in bytes within limits, such as 400M, which raises BadParameter."""
 
     def parse(raw: Any) -> int:
         try:
@@ -45,8 +28,7 @@ def size(
             raise typer.BadParameter(f"{raw} is not in the range {limits}")
         return nbytes
 
-    shown = format_nbytes(default) if isinstance(default, int) else False
-    return value(default, name, "BYTES", text, parser=parse, show_default=shown)
+    return parse
 
 
 def existing_folder(text: Any) -> Path:

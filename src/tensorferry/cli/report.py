@@ -1,40 +1,26 @@
-"""``tensorferry report``: prints the facts and the advice that ``tuning.report`` collects."""
+"""``tensorferry report``: prints what decides the speed and the advice, on one screen."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.consoles import AsJson, make_console, print_json, say
+from tensorferry.base.checks import format_nbytes
+from tensorferry.cli.consoles import AsJson, counted, make_console, print_json
 from tensorferry.cli.exit_codes import UNUSABLE, ExitError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console
-
 _STYLE_OF_LEVEL = {"stops": "bold red", "speed": "bold yellow", "hint": "bold cyan"}
-
-# Titles of parts that differ from the parts' keys.
-_TITLES = {
-    "control_groups": "Limits of control groups",
-    "gpu": "GPU",
-    "gpudirect_storage": "GPUDirect Storage",
-}
-_NO_PARTS = ("tensorferry", "path", "advice")
-# The meaning of None for keys where it is not "none".
-_TEXTS_OF_NONE = {
-    "soft": "unlimited",
-    "hard": "unlimited",
-    "version": "not installed",
-}
-_NO_LIMIT_KB = (1 << 31) - 1  # the value that a driver without a limit reports
-
-Row = tuple[str | Text, str]
+_MAX_LINES = 48  # with the command itself and the next prompt, a terminal of 50 lines
+_MAX_DEVICES = 6
+_MAX_LINES_OF_FACT = 3
+_INDENT = 13
 
 
 def report(
@@ -46,7 +32,7 @@ def report(
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Report what this machine supports for files at PATH, what limits it, and how to improve it."""
+    """Report what decides the speed of files at PATH on this machine, and how to improve it."""
     from tensorferry.tuning.report import report as collect
 
     try:
@@ -59,91 +45,116 @@ def report(
         print_json(facts)
         return
     console = make_console()
-    about = facts["tensorferry"]
-    name = printable(facts["path"])
-    say(console, f"tensorferry {about['version']}, Python {about['python']}, {name}")
+    width = console.width if console.is_terminal else None
+    lines: list[tuple[str, str]] = []
+    for name, value in _facts(facts):
+        lines += _lines("bold", name, value, width, _MAX_LINES_OF_FACT)
+    advice = facts["advice"]
+    head = "advice, most important first" if advice else "no advice: no improvement was found"
+    lines += [("", ""), ("", head)]
+    for number, item in enumerate(advice):
+        style = _STYLE_OF_LEVEL[item["level"]]
+        item_lines = _lines(style, item["level"], item["finding"], width)
+        for name in ("meaning", "remedy"):
+            item_lines += _lines("", f"  {name}", item[name], width)
+        if len(lines) + len(item_lines) >= _MAX_LINES:
+            lines.append(("", f"{len(advice) - number} more: --json has all"))
+            break
+        lines += item_lines
+    for style, line in lines:
+        text = Text(line)
+        text.stylize(style, 0, _INDENT)
+        console.print(text, soft_wrap=True)
+
+
+def _lines(
+    style: str, name: str, value: str, width: int | None, most: int | None = None
+) -> list[tuple[str, str]]:
+    """Return the lines of a row, with the style of its name. On a pipe (without a width), a row is one line."""
+    value = printable(value)
+    parts = [value]
+    if width is not None:
+        wrapper = textwrap.TextWrapper(max(20, width - _INDENT), break_on_hyphens=False)
+        wrapper.max_lines, wrapper.placeholder = most, " ..."
+        parts = wrapper.wrap(value)
+    names = [name] + [""] * len(parts)
+    return [(style, f"{name:{_INDENT}}{part}") for name, part in zip(names, parts, strict=False)]
+
+
+def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each fact that decides the speed."""
+    yield "path", facts["path"]
+    versions = {name: found for name, found in facts["versions"].items() if not _gap(found)}
+    yield "versions", ", ".join(f"{name} {found or 'none'}" for name, found in versions.items())
     engines = facts["engines"]
-    works = {name: refusal or "works" for name, refusal in engines["available"].items()}
-    shown = facts | {"engines": {**engines, "available": works}}
-    for name, part in shown.items():
-        if name not in _NO_PARTS:
-            console.print(f"\n[bold]{_TITLES.get(name, _words(name).capitalize())}[/bold]")
-            _print_rows(console, list(_rows(part)))
-    _print_advice(console, facts["advice"])
+    why = "the preferred one of those that work"
+    if engines["forced"]:
+        why = "demanded by TENSORFERRY_ENGINE"
+    elif refused := [name for name, reason in engines["available"].items() if reason]:
+        why = f"refused: {', '.join(refused)}"
+    yield "engine", _gap(engines["chosen"]) or f"{engines['chosen']} ({why})"
+    yield "file system", _file_system(facts["file_system"])
+    devices = [facts["devices"]] if _gap(facts["devices"]) else facts["devices"]
+    for number, device in enumerate(devices[:_MAX_DEVICES]):
+        yield "" if number else "devices", _device(device)
+    if len(devices) > _MAX_DEVICES:
+        yield "", f"and {counted(len(devices) - _MAX_DEVICES, 'more device')}"
+    available, pages = (
+        facts["system"][name] for name in ("available_nbytes", "transparent_huge_pages")
+    )
+    words = _gap(available) or f"{_gib(available)} available"
+    yield "memory", f"{words}, transparent huge pages: {_gap(pages) or pages}"
+    limits = facts["limits"]
+    known = [] if _gap(limits) else limits
+    each = [" ".join(f"{key} {value}" for key, value in limit.items()) for limit in known]
+    yield "limits", _gap(limits) or ", ".join(each) or "no control group limits I/O"
+    yield from _gpu(facts["gpu"], facts["libraries"]["torch"])
+    if operation := facts["libraries"]["deepspeed"].get("async_io"):
+        yield "DeepSpeed", _gap(operation) or f"async_io is served by {operation['served_by']}"
 
 
-def _print_rows(console: Console, rows: list[Row]) -> None:
-    # Long values are wrapped on a terminal only. Piped output has one line for each row, for other programs.
-    width = max(len(name) for name, _ in rows)
-    if not console.is_terminal:
-        for name, value in rows:
-            say(console, printable(f"  {name!s:{width}}  {value}".rstrip()))
-        return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text.assemble("  ", name), Text(printable(value)))
-    console.print(table)
+def _file_system(system: dict[str, Any]) -> str:
+    if reason := _gap(system):
+        return reason
+    words = [system["type"]]
+    if "mount_point" in system:
+        words[0] += f" at {system['mount_point']} ({system['source']})"
+    if space := system.get("space"):
+        words.append(_gap(space) or f"{_gib(space['free_nbytes'])} free")
+    direct = system["direct_io"]
+    works = "works" if direct.get("works") else "does not work"
+    works += " for reads only" if direct.get("writes") is False else ""
+    words.append(f"direct I/O: {_gap(direct) or works}")
+    return ", ".join(words)
 
 
-def _rows(facts: Any) -> Iterator[Row]:
-    """Yield names and values. Nested facts are indented by two."""
-    if isinstance(facts, list):
-        facts = {fact.get("name", str(number)): fact for number, fact in enumerate(facts)}
-    if not facts or "unknown" in facts:
-        yield ("none" if not facts else f"unknown: {facts['unknown']}", "")
-        return
-    for name, fact in facts.items():
-        nested: Any = fact if isinstance(fact, dict) else {}
-        if isinstance(fact, list) and fact and isinstance(fact[0], dict):
-            nested = fact
-        if nested and "unknown" not in nested:
-            yield _words(name), ""
-            yield from ((f"  {each}", value) for each, value in _rows(nested))
-        else:
-            yield _words(name), _value(name, fact)
+def _device(device: dict[str, Any]) -> str:
+    if reason := _gap(device):
+        return reason
+    words = [f"{device['name']}: {device['kind']}"]
+    if device["model"]:
+        words[0] += f" {device['model']}"
+    if device.get("scheduler"):
+        words.append(f"scheduler {device['scheduler']}")
+    if device.get("max_sectors_kb"):
+        words.append(f"requests up to {format_nbytes(device['max_sectors_kb'] << 10)}")
+    words += [f"link {link['link']} of {link['link_max']}" for link in device.get("pcie", [])]
+    return ", ".join(words)
 
 
-def _words(name: str) -> str:
-    for unit in ("_nbytes", "_kb"):
-        name = name.removesuffix(unit)
-    return "size" if name == "nbytes" else name.replace("_", " ").replace("io uring", "io_uring")
+def _gpu(gpu: dict[str, Any], torch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cuda, cufile, cards = gpu["cuda"], gpu["cufile"], torch.get("gpus")
+    names = ", ".join(cards) if isinstance(cards, list) else "usable"
+    yield "GPU", _gap(cuda) or cuda["reason"] or names
+    if cuda.get("usable"):
+        words = ", ".join(filter(None, (cufile.get("mode"), cufile.get("detail"))))
+        yield "GDS", _gap(cufile) or cufile["reason"] or words
 
 
-def _value(name: str, fact: Any) -> str:
-    if isinstance(fact, dict):
-        return f"unknown: {fact['unknown']}" if fact else "none"
-    if isinstance(fact, list):
-        return ", ".join(map(str, fact)) or "none"
-    if fact is None:
-        return _TEXTS_OF_NONE.get(name, "none")
-    if isinstance(fact, bool):
-        return "yes" if fact else "no"
-    if name == "options":  # mount options: the blanks allow a line break between them
-        return str(fact).replace(",", ", ")
-    if name.endswith("nbytes") or (name in ("soft", "hard") and fact >= 1 << 20):
-        return _nbytes(fact)
-    if name.endswith("_kb"):
-        return "no limit" if fact >= _NO_LIMIT_KB else f"{fact} KiB"
-    return str(fact)
+def _gap(fact: Any) -> str:
+    """Return why a fact is unknown, or an empty text if it is known."""
+    return f"unknown: {fact['unknown']}" if isinstance(fact, dict) and "unknown" in fact else ""
 
 
-def _nbytes(nbytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} bytes"
-
-
-def _print_advice(console: Console, advice: list[dict[str, str]]) -> None:
-    if not advice:
-        console.print("\n[bold]Advice[/bold]\n  None: no possible improvement was found.")
-        return
-    console.print("\n[bold]Advice[/bold], most important first")
-    rows: list[Row] = []
-    for number, item in enumerate(advice, 1):
-        level = Text(f"{number}. ").append(item["level"], _STYLE_OF_LEVEL[item["level"]])
-        rows.append((level, item["finding"]))
-        rows += [(f"   {name}", item[name]) for name in ("meaning", "remedy")]
-    _print_rows(console, rows)
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json as json_text
+import json
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
 from tensorferry.base.checks import format_nbytes
-from tensorferry.cli.consoles import AsJson, make_console, make_table, print_json, say, show
+from tensorferry.cli.consoles import make_console, make_table, print_json, say, show
 from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, printable, say_problems
-from tensorferry.cli.parsing import FOLDER, size, switch, value
+from tensorferry.cli.options import command_with
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.tuning import gpus
 from tensorferry.tuning import tune as tuning
@@ -35,47 +33,8 @@ _REMEDIES = {
     errno.EROFS: "the file system is mounted read-only",
 }
 
-# The options that this command shares with tensorferry-ds-nvme-tune.
-NO_READ = switch("--no-read", "Do not tune reads.")
-NO_WRITE = switch("--no-write", "Do not tune writes.")
-GPU = switch("--gpu", "Transfer CUDA tensors, on GPU 0 for the first folder, and so on.")
-GDS = switch("--gds", "Transfer CUDA tensors with gds_handle (GPUDirect Storage).")
-SWEEP_CONFIG = value(
-    None,
-    "--sweep-config",
-    "PATH",
-    "JSON file with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
-)
 
-
-def tune(
-    folders: list[Path] = typer.Argument(
-        [], help="The folders on the drives to tune, one after the other.", **FOLDER
-    ),
-    io_size: Optional[int] = size(
-        None,
-        "--io-size",
-        "Bytes of each write and read, such as 400M. Default: what the drive transfers in 0.02 s, between 64M and "
-        "1G, and at most a quarter of the free space and of the memory.",
-        tuning.SMALLEST_NBYTES,
-    ),
-    no_read: bool = NO_READ,
-    no_write: bool = NO_WRITE,
-    gpu: bool = GPU,
-    gds: bool = GDS,
-    sweep_config: Optional[Path] = SWEEP_CONFIG,
-    quick: bool = switch("--quick", f"The same as --seconds {tuning.QUICK_SECONDS:g}."),
-    seconds: float = value(
-        tuning.SECONDS,
-        "--seconds",
-        "N",
-        "The maximum time of measurements for each drive, with up to a dozen settings. More time can prove smaller "
-        "gains.",
-        min=1,
-        max=3600,
-    ),
-    as_json: AsJson = False,
-) -> None:
+def run_tune(given: dict[str, Any]) -> None:
     """Find settings that are faster than the default on a drive.
 
     Tries about a dozen combinations of engine, block size, queue depth and number of workers, by writing and reading an
@@ -83,18 +42,21 @@ def tune(
     default again. Prints proven settings, separately for reads and writes, and the settings to use for both: as
     environment variables, as arguments, and as the aio section for DeepSpeed. Changes nothing.
     """
-    given = dict(locals())
     console = make_console()
-    job = make_job(folders, given, tuning.QUICK_SECONDS if quick else seconds)
-    result = run(Console(stderr=True) if as_json else console, job)
-    if as_json:
+    job = make_job(given)
+    result = run(Console(stderr=True) if given["json"] else console, job)
+    if given["json"]:
         print_json(result.as_json())
     else:
         print_result(console, result)
 
 
-def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning.SECONDS) -> Job:
-    """Return the job for the options that tensorferry-ds-nvme-tune has, too. Exit with 2 if they are invalid."""
+tune = command_with("tune", run_tune)
+
+
+def make_job(given: dict[str, Any]) -> Job:
+    """Return the job for the options. Exit with 2 if they are invalid."""
+    folders = given["folders"]
     problems = [] if folders else ["FOLDER: name a folder on the drive to tune"]
     excluded = {"write": given["no_write"], "read": given["no_read"]}
     if all(excluded.values()):
@@ -105,7 +67,7 @@ def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning
             candidates = candidates_of_json(given["sweep_config"], default_settings())
         except ValueError as problem:
             problems.append(f"--sweep-config: {problem}")
-    gds = given["gds"]
+    gds = given["use_gds"]
     gpu = given["gpu"] or gds
     if gpu and (reason := gpus.gpu_refusal()):
         problems.append(f"{'--gds' if gds else '--gpu'}: {reason}")
@@ -118,7 +80,7 @@ def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning
         tuple(direction for direction in excluded if not excluded[direction]),
         tuple(candidates),
         given["io_size"],
-        seconds,
+        tuning.QUICK_SECONDS if given["quick"] else given["seconds"],
         tuple(range(gpus.device_count())) if gpu else (None,),
         gds,
         gds and gpus.gds_uses_cufile(),
@@ -197,7 +159,7 @@ def _print_forms(console: Console, result: Result) -> None:
         say(console, f"tensorferry.open(path, {', '.join(of_open)})")
         say(console, f"tensorferry.aio_handle({', '.join(of_handle)})")
     say(console, "For DeepSpeed's configuration:")
-    say(console, json_text.dumps(result.deepspeed(), indent=2))
+    say(console, json.dumps(result.deepspeed(), indent=2))
     if settings.engine not in (available_engines()[0], gpus.CUFILE):
         say(console, f"with TENSORFERRY_ENGINE={settings.engine} in the environment")
 

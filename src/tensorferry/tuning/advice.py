@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.tuning.machine.devices import flat
 from tensorferry.tuning.machine.probe import Facts, is_unknown
 
 if TYPE_CHECKING:
@@ -132,9 +131,8 @@ def _access(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 @_rule("stops", "gpu")
 def _gpu_driver(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    cards = known(facts, "gpu", "nvidia") or known(facts, "gpu", "on_pci") or []
     driver = known(facts, "gpu", "cuda")
-    nvidia = any(card.get("vendor", "NVIDIA") == "NVIDIA" for card in cards)
+    nvidia = "NVIDIA" in (known(facts, "gpu", "vendors") or [])
     if nvidia and driver is not None and not driver["usable"]:
         yield (
             f"There is a GPU, but its driver cannot be used: {driver['reason']}.",
@@ -146,7 +144,7 @@ def _gpu_driver(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 @_rule("stops", "libraries")
 def _deepspeed_lacks(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    operation = known(facts, "libraries", "deepspeed", "ops", "async_io") or {}
+    operation = known(facts, "libraries", "deepspeed", "async_io") or {}
     if operation.get("served_by") == "deepspeed" and operation["reason"] is not None:
         yield (
             f"DeepSpeed cannot build its async_io: {operation['reason'].rstrip('.')}.",
@@ -229,9 +227,9 @@ def _refused(facts: Facts) -> Iterator[tuple[str, str, str]]:
             )
 
 
-@_rule("speed", "kernel")
+@_rule("speed", "engines")
 def _contexts(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    maximum, used = known(facts, "kernel", "aio_max_nr"), known(facts, "kernel", "aio_nr")
+    maximum, used = known(facts, "system", "aio_max_nr"), known(facts, "system", "aio_nr")
     if maximum is None or used is None or known(facts, "engines", "chosen") != "libaio":
         return
     # A handle of queue depth 128 reserves 129 requests for each worker (csrc/engine/libaio.cpp).
@@ -245,10 +243,10 @@ def _contexts(facts: Facts) -> Iterator[tuple[str, str, str]]:
         )
 
 
-@_rule("speed", "control_groups")
+@_rule("speed", "limits")
 def _throttled(facts: Facts) -> Iterator[tuple[str, str, str]]:
     names = {device["number"]: device["name"] for device in _devices(facts)}
-    for limit in known(facts, "control_groups", "io") or []:
+    for limit in known(facts, "limits") or []:
         if limit["device"] in names:
             words = [
                 f"{limit[key] / scale:,.10g} {what}"
@@ -265,8 +263,9 @@ def _throttled(facts: Facts) -> Iterator[tuple[str, str, str]]:
 @_rule("speed", "devices")
 def _drives(facts: Facts) -> Iterator[tuple[str, str, str]]:
     for device in _devices(facts):
-        name, queue = device["name"], device.get("queue", {})
-        largest, maximum = queue.get("max_hw_sectors_kb", 0), queue.get("max_sectors_kb", _BLOCK_KB)
+        name = device["name"]
+        largest = device.get("max_hw_sectors_kb") or 0
+        maximum = device.get("max_sectors_kb") or _BLOCK_KB
         if maximum < min(_BLOCK_KB, largest):
             yield (
                 f"{name} accepts at most {maximum} KiB in one request, although its hardware supports more.",
@@ -279,21 +278,19 @@ def _drives(facts: Facts) -> Iterator[tuple[str, str, str]]:
                 "All data is copied an additional time, and is in memory twice.",
                 f"losetup --direct-io=on /dev/{name}",
             )
-        for controller in device.get("controllers", []):
-            link = controller["pcie"] or {}
-            reached, possible = link.get("gb_per_second"), link.get("gb_per_second_max")
+        for link in device.get("pcie", []):
+            reached, possible = link["gb_per_second"], link["gb_per_second_max"]
             if reached and possible and reached < possible:
                 yield (
-                    f"{name} runs at {link['speed']} x{link['width']}, and supports {link['speed_max']} "
-                    f"x{link['width_max']}.",
+                    f"{name} runs at {link['link']}, and supports {link['link_max']}.",
                     f"Its link carries {reached:g} of {possible:g} GB/s.",
                     f"use another slot; lspci -vv -s {link['address']} shows the limit",
                 )
 
 
-@_rule("speed", "memory")
+@_rule("speed", "system")
 def _small_pages(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    if known(facts, "memory", "huge_pages", "transparent") == "never":
+    if known(facts, "system", "transparent_huge_pages") == "never":
         yield (
             "Transparent huge pages are disabled.",
             "tensorferry's buffers consist of pages of 4 KiB, which needs several times the processor time for each "
@@ -305,8 +302,7 @@ def _small_pages(facts: Facts) -> Iterator[tuple[str, str, str]]:
 @_rule("hint", "gpu")
 def _torch_without_gpus(facts: Facts) -> Iterator[tuple[str, str, str]]:
     torch = known(facts, "libraries", "torch") or {}
-    cards = known(facts, "gpu", "nvidia") or known(facts, "gpu", "on_pci")
-    if cards and known(torch, "version") and not known(torch, "gpus"):
+    if known(facts, "gpu", "vendors") and known(torch, "version") and not known(torch, "gpus"):
         reason = (torch["gpus"] or {}).get("unknown", "it does not find any")
         yield (
             f"There are GPUs, but torch cannot use them: {reason}.",
@@ -315,17 +311,17 @@ def _torch_without_gpus(facts: Facts) -> Iterator[tuple[str, str, str]]:
         )
 
 
-@_rule("hint", "gpudirect_storage")
+@_rule("hint", "gpu")
 def _cufile(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Report why transfers do not bypass host memory, if CUDA's driver works."""
-    cufile = known(facts, "gpudirect_storage", "cufile")
+    cufile = known(facts, "gpu", "cufile")
     if cufile is None or not known(facts, "gpu", "cuda", "usable"):
         return
     if not cufile["usable"]:
         yield (
             f"cuFile cannot be used: {cufile['reason'].partition('; remedy: ')[0]}.",
             "gds_handle is unavailable. aio_handle and all other functions transfer CUDA tensors without it.",
-            _cufile_wheel(known(facts, "gpu", "nvidia")),
+            _cufile_wheel(known(facts, "gpu", "nvidia_driver")),
         )
     elif cufile["mode"] == "compat":
         yield (
@@ -337,10 +333,10 @@ def _cufile(facts: Facts) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _cufile_wheel(cards: list[Facts] | None) -> str:
+def _cufile_wheel(driver: str | None) -> str:
     """Return the command that installs the right cuFile for the driver. Drivers from version 580 on support CUDA 13."""
     new, old = "pip install nvidia-cufile", "pip install nvidia-cufile-cu12"
-    version = (cards or [{}])[0].get("driver", "").partition(".")[0]
+    version = (driver or "").partition(".")[0]
     if not version.isdigit():
         return f"{new} (for drivers from 580 on, CUDA 13), or {old}"
     return new if int(version) >= _FIRST_DRIVER_OF_CUDA_13 else old
@@ -348,7 +344,7 @@ def _cufile_wheel(cards: list[Facts] | None) -> str:
 
 @_rule("hint", "libraries")
 def _deepspeeds_own(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    operation = known(facts, "libraries", "deepspeed", "ops", "async_io") or {}
+    operation = known(facts, "libraries", "deepspeed", "async_io") or {}
     if operation.get("served_by") == "deepspeed" and operation["reason"] is None:
         yield (
             "DeepSpeed uses its own async_io.",
@@ -360,7 +356,7 @@ def _deepspeeds_own(facts: Facts) -> Iterator[tuple[str, str, str]]:
 @_rule("hint", "devices")
 def _queues(facts: Facts) -> Iterator[tuple[str, str, str]]:
     for device in _devices(facts):
-        name, scheduler = device["name"], device.get("queue", {}).get("scheduler")
+        name, scheduler = device["name"], device.get("scheduler")
         if scheduler == "bfq" or (device["kind"] == "NVMe drive" and scheduler != "none"):
             yield (
                 f"{name} uses the I/O scheduler {scheduler}.",
@@ -378,16 +374,16 @@ def _queues(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 @_rule("hint", "devices")
 def _numa(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    nodes = known(facts, "processors", "numa_nodes") or {}
+    nodes = known(facts, "system", "numa_nodes") or 1
     near = {device.get("numa_node") for device in _devices(facts)} - {None}
-    if len(nodes) > 1 and len(near) == 1:
+    if nodes > 1 and len(near) == 1:
         node = near.pop()
         yield (
-            f"The drive is attached to NUMA node {node} of {len(nodes)}.",
+            f"The drive is attached to NUMA node {node} of {nodes}.",
             "With processors or memory of other nodes, each byte crosses the link between the sockets.",
             f"numactl --cpunodebind={node} --membind={node} python ...",
         )
 
 
 def _devices(facts: Facts) -> list[Facts]:
-    return flat(known(facts, "devices") or [])
+    return [device for device in known(facts, "devices") or [] if not is_unknown(device)]

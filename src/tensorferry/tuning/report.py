@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 from contextlib import ExitStack
 from pathlib import Path
 
 import tensorferry
 from tensorferry.transfer.runtime import close_scheduler, make_scheduler
 from tensorferry.transfer.settings import Settings
+from tensorferry.tuning import machine
 from tensorferry.tuning.advice import advise, known
-from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
-from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version
+from tensorferry.tuning.machine import devices, limits, storage
+from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking
 from tensorferry.tuning.machine.probe import Facts, attempt, is_unknown
 
 
@@ -47,28 +47,20 @@ def report(path: Path) -> Facts:
         }
         system = attempt(storage.file_system, path)
         facts: Facts = {
-            "tensorferry": {
-                "version": tensorferry.__version__,
-                "python": platform.python_version(),
-            },
             "path": str(path),
+            "versions": machine.versions(),
             "engines": _engines(),
-            "kernel": kernel.system(),
-            "processors": kernel.processors(),
-            "memory": kernel.memory(),
-            "limits": limits.resources(),
-            "control_groups": limits.control_groups(),
             "file_system": system,
             "devices": attempt(devices.behind, known(system, "device_number")),
-            "gpu": gpus.gpus(),
-            "gpudirect_storage": gpus.gpudirect_storage(),
-            "libraries": {"numpy": attempt(lambda: {"version": version("numpy")})},
+            "limits": attempt(limits.io_limits),
+            "system": machine.system(),
+            "gpu": machine.graphics(),
         }
         answers = {name: answer(TIMEOUT_SECONDS) for name, answer in pending.items()}
     cuda = answers.pop("cuda")
-    facts["gpu"]["cuda"] = cuda if is_unknown(cuda) else cuda["driver"]
-    facts["gpudirect_storage"]["cufile"] = cuda if is_unknown(cuda) else cuda["cufile"]
-    facts["libraries"] |= answers
+    names = {"cuda": "driver", "cufile": "cufile"}
+    facts["gpu"] |= {name: cuda if is_unknown(cuda) else cuda[key] for name, key in names.items()}
+    facts["libraries"] = answers
     return facts | {"advice": [dataclasses.asdict(advice) for advice in advise(facts)]}
 
 

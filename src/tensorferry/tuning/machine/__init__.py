@@ -7,44 +7,78 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
 
-from tensorferry.tuning.machine import devices, kernel, storage
+from tensorferry.tuning.machine import devices, limits, storage
 from tensorferry.tuning.machine.libraries import version
-from tensorferry.tuning.machine.probe import Facts, attempt, is_unknown
+from tensorferry.tuning.machine.probe import (
+    Facts,
+    attempt,
+    chosen,
+    is_unknown,
+    number_or_none,
+    text,
+    text_or_none,
+)
 
-if TYPE_CHECKING:
-    from pathlib import Path
+__all__ = ["Facts", "describe", "graphics", "system", "versions"]
 
-__all__ = ["Facts", "describe", "summary"]
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_DISPLAY_CLASS = "0x03"
+
+
+def versions() -> Facts:
+    """Return the versions of the kernel, of Python and of the libraries that a measurement depends on, or None."""
+    names = ("tensorferry", "torch", "numpy", "deepspeed")
+    libraries = {name: attempt(version, name) for name in names}
+    return {"kernel": platform.release(), "python": platform.python_version(), **libraries}
+
+
+def system() -> Facts:
+    """Return what the kernel and the machine allow: asynchronous requests, NUMA nodes, memory and huge pages."""
+    return {
+        "aio_max_nr": number_or_none(Path("/proc/sys/fs/aio-max-nr")),
+        "aio_nr": number_or_none(Path("/proc/sys/fs/aio-nr")),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "available_nbytes": attempt(limits.available_nbytes),
+        "transparent_huge_pages": attempt(_transparent_huge_pages),
+    }
+
+
+def graphics() -> Facts:
+    """Return the vendors of the GPUs on the PCI bus, and the version of NVIDIA's driver or None."""
+    driver = text_or_none(Path("/proc/driver/nvidia/version"))
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver or "")
+    return {"vendors": attempt(_vendors), "nvidia_driver": found and found[0]}
 
 
 def describe(directory: Path) -> Facts:
     """Return the facts that describe the environment of a measurement. This is fast, and does not access files."""
     mount = attempt(storage.mount_of, directory)
-    below = (
-        [] if is_unknown(mount) else attempt(lambda: devices.behind(storage.device_number(mount)))
-    )
+    number = None if is_unknown(mount) else storage.device_number(mount)
     return {
-        "kernel": platform.release(),
-        "architecture": platform.machine(),
-        "cpu_model": attempt(kernel.cpu_model),
+        **versions(),
+        "cpu_model": attempt(_cpu_model),
         "cpu_count": len(os.sched_getaffinity(0)),
         "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "transparent_huge_pages": attempt(kernel.transparent_huge_pages),
+        "transparent_huge_pages": attempt(_transparent_huge_pages),
         "file_system": mount,
-        "devices": below,
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("tensorferry", "torch", "numpy", "deepspeed")},
+        "devices": devices.behind(number),
     }
 
 
-def summary(description: Facts) -> str:
-    """Return the result of describe() in one line."""
-    mount = description["file_system"]
-    cpu_model = description["cpu_model"]
-    return (
-        f"{description['cpu_count']} x {'unknown processor' if is_unknown(cpu_model) else cpu_model}, "
-        f"{description['memory_nbytes'] / (1 << 30):.0f} GiB, kernel {description['kernel']}, "
-        f"{mount.get('type', 'unknown file system')} on {mount.get('source', 'unknown device')}"
-    )
+def _vendors() -> list[str]:
+    cards = Path("/sys/bus/pci/devices").glob("*")
+    found = [text(card / "vendor") for card in cards if text(card / "class")[:4] == _DISPLAY_CLASS]
+    return [_VENDORS[vendor] for vendor in found if vendor in _VENDORS]
+
+
+def _cpu_model() -> str:
+    found = re.search(r"^model name\s*: (.*)$", text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _transparent_huge_pages() -> str:
+    """Return the mode of transparent huge pages: always, madvise or never."""
+    return chosen(text(Path("/sys/kernel/mm/transparent_hugepage/enabled")))

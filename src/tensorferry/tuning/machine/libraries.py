@@ -130,53 +130,40 @@ def cuda_facts() -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Import torch, and return its version, the versions of CUDA and ROCm in its build, and its usable GPUs."""
+    """Import torch, and return its version and the names of its usable GPUs."""
     import torch
 
-    cuda = torch.cuda
     reason = torch_gpu_refusal()
-    cards = [] if reason else map(cuda.get_device_properties, range(cuda.device_count()))
-    gpus = [{"name": card.name, "memory_nbytes": card.total_memory} for card in cards]
-    versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
-    return {"version": torch.__version__, **versions, "gpus": unknown(reason) if reason else gpus}
+    count = 0 if reason else torch.cuda.device_count()
+    names = [torch.cuda.get_device_name(number) for number in range(count)]
+    return {"version": torch.__version__, "gpus": unknown(reason) if reason else names}
 
 
 def deepspeed_facts() -> Facts:
-    """Import DeepSpeed and return, for each of its I/O ops, the library that serves it and whether it is usable.
+    """Import DeepSpeed, and return its version, which library serves its op async_io, and why that would fail or None.
 
-    An op is a compiled extension of DeepSpeed. Its ``reason`` is why it is not usable, or None.
+    An op is a compiled extension of DeepSpeed.
     """
     installed = importlib.import_module("deepspeed.git_version_info")
-    builders = importlib.import_module("deepspeed.ops.op_builder")
-    names = {"async_io": "AsyncIOBuilder", "gds": "GDSBuilder"}
-    return {
-        "version": installed.version,
-        "ops": {
-            op: attempt(_op, getattr(builders, name), installed.installed_ops.get(op, False))
-            for op, name in names.items()
-        },
-    }
+    builder_type = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
+    built = installed.installed_ops.get("async_io", False)
+    return {"version": installed.version, "async_io": attempt(_op, builder_type, built)}
 
 
 def _op(builder_type: Any, built: bool) -> Facts:
     builder = builder_type()
-    served = builder_type.load.__module__.startswith("tensorferry.")
-    if not served and builder.NAME == "deepspeed_not_implemented":
+    if builder_type.load.__module__.startswith("tensorferry."):
+        return {"served_by": "tensorferry", "reason": None}
+    if builder.NAME == "deepspeed_not_implemented":
         raise ProbeError("DeepSpeed does not have this op for the machine's accelerator")
     reasons: list[str] = []
     # The first warning names what is missing. The others suggest remedies.
     builder.warning = reasons.append
-    compatible = bool(builder.is_compatible(verbose=True))
-    if compatible and not built and not served:
-        reasons = _missing_tools()
-    elif not compatible and not reasons:
-        reasons = ["DeepSpeed does not report a reason"]
-    return {
-        "built": built,
-        "compatible": compatible,
-        "reason": reasons[0] if reasons else None,
-        "served_by": "tensorferry" if served else "deepspeed",
-    }
+    if not builder.is_compatible(verbose=True):
+        reasons = reasons or ["DeepSpeed does not report a reason"]
+    else:
+        reasons = [] if built else _missing_tools()
+    return {"served_by": "deepspeed", "reason": reasons[0] if reasons else None}
 
 
 def _missing_tools() -> list[str]:

@@ -1,29 +1,18 @@
-"""The resource limits of this process, and the limits of its control groups."""
+"""The limits of the control groups around this process, and the memory that is left."""
 
 from __future__ import annotations
 
 import contextlib
-import resource
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import psutil
 
-from tensorferry.tuning.machine.kernel import status_of_process
-from tensorferry.tuning.machine.probe import (
-    Facts,
-    attempt,
-    number,
-    number_or_none,
-    text,
-    text_or_none,
-)
-from tensorferry.tuning.machine.storage import mounts
+from tensorferry.base.mounts import mounts
+from tensorferry.tuning.machine.probe import Facts, number_or_none, text, text_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_CAP_IPC_LOCK = 14
 
 # cgroup v1 represents "unlimited" by a number near the maximum of 64 bits.
 _UNLIMITED_NBYTES = 1 << 60
@@ -37,36 +26,6 @@ _THROTTLES = {
 }
 
 
-def resources() -> Facts:
-    """Return the resource limits that affect I/O. None means unlimited. Sizes are in bytes."""
-    return {
-        "locked_memory": _limit(resource.RLIMIT_MEMLOCK) | {"exempt": attempt(_may_lock_all)},
-        "descriptors": _limit(resource.RLIMIT_NOFILE),
-    }
-
-
-def control_groups(process: Path = Path("/proc/self")) -> Facts:
-    """Return the tightest limits of the control groups of a process.
-
-    Parameters
-    ----------
-    process : Path
-        The folder of the process in /proc.
-
-    Returns
-    -------
-    Facts
-        ``memory`` has nbytes, used_nbytes and group of the tightest group. ``cpus`` is a float. ``io`` is a list with
-        rbps and wbps in bytes per second, and riops and wiops in requests per second, for each throttled device. Facts
-        without a limit are None or empty.
-    """
-    return {
-        "memory": attempt(_memory_limit, process),
-        "cpus": attempt(_cpu_limit, process),
-        "io": attempt(_io_limits, process),
-    }
-
-
 def available_nbytes(process: Path = Path("/proc/self")) -> int:
     """Return the memory that a process can still allocate: that of the machine, or of a control group if it has less.
 
@@ -75,60 +34,21 @@ def available_nbytes(process: Path = Path("/proc/self")) -> int:
     nbytes: list[int] = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):
         for version, group in _groups(process, "memory"):
-            limit, used = _memory_of(version, group)
-            if limit is not None and used is not None:
+            names = ("memory.max", "memory.current", "")
+            if version == 1:
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            limit, used = (number_or_none(group / name) for name in names[:2])
+            if limit is not None and used is not None and limit < _UNLIMITED_NBYTES:
                 lines = (text_or_none(group / "memory.stat") or "").splitlines()
                 statistics = dict(line.split() for line in lines)
-                names = ("inactive_file", "active_file")
-                prefix = "total_" if version == 1 else ""
-                cached = sum(int(statistics.get(prefix + name, 0)) for name in names)
+                files = (f"{names[2]}{kind}_file" for kind in ("inactive", "active"))
+                cached = sum(int(statistics.get(name, 0)) for name in files)
                 nbytes.append(max(0, limit - used + cached))
     return min(nbytes)
 
 
-def _limit(which: int) -> Facts:
-    soft, hard = (
-        None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)
-    )
-    return {"soft": soft, "hard": hard}
-
-
-def _may_lock_all() -> bool:
-    # The kernel ignores RLIMIT_MEMLOCK for a process with CAP_IPC_LOCK.
-    return bool(int(status_of_process()["CapEff"], 16) >> _CAP_IPC_LOCK & 1)
-
-
-def _memory_limit(process: Path) -> Facts | None:
-    tightest: Facts | None = None
-    for version, group in _groups(process, "memory"):
-        limit, used = _memory_of(version, group)
-        if limit is not None and (tightest is None or limit < tightest["nbytes"]):
-            tightest = {"nbytes": limit, "used_nbytes": used, "group": str(group)}
-    return tightest
-
-
-def _memory_of(version: int, group: Path) -> tuple[int | None, int | None]:
-    """Return the memory limit of a group and its used memory, or (None, None) if it has no limit."""
-    names = ("memory.max", "memory.current")
-    if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit = number_or_none(group / names[0])
-    if limit is None or limit >= _UNLIMITED_NBYTES:
-        return None, None
-    return limit, number(group / names[1])
-
-
-def _cpu_limit(process: Path) -> float | None:
-    quotas = []
-    for version, group in _groups(process, "cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
-        words = " ".join(text_or_none(group / name) or "" for name in names).split()
-        if len(words) == 2 and all(word.isdecimal() for word in words):  # else "max", or -1
-            quotas.append(int(words[0]) / int(words[1]))
-    return min(quotas, default=None)
-
-
-def _io_limits(process: Path) -> list[Facts]:
+def io_limits(process: Path = Path("/proc/self")) -> list[Facts]:
+    """Return the tightest limits for each throttled device: rbps and wbps in bytes per second, riops and wiops."""
     tightest: dict[str, dict[str, int]] = {}
     for device, what, value in _throttles(process):
         of_device = tightest.setdefault(device, {})

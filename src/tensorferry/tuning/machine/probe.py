@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
 Facts = dict[str, Any]
@@ -44,11 +43,6 @@ def text(path: Path) -> str:
     return path.read_text(errors="replace").strip()
 
 
-def number(path: Path) -> int:
-    """Return the number in a file in /proc or /sys."""
-    return int(text(path))
-
-
 def text_or_none(path: Path) -> str | None:
     """Return the content of a file in /proc or /sys, or None if it cannot be read."""
     try:
@@ -60,14 +54,9 @@ def text_or_none(path: Path) -> str | None:
 def number_or_none(path: Path) -> int | None:
     """Return the number in a file in /proc or /sys, or None if it cannot be read or has no number."""
     try:
-        return number(path)
+        return int(text(path))
     except (OSError, ValueError):
         return None
-
-
-def texts(folder: Path, *names: str) -> Facts:
-    """Return the contents of files in a folder of /sys by their names, with None for missing files."""
-    return {name: text_or_none(folder / name) for name in names}
 
 
 def fields(path: Path) -> dict[str, str]:
@@ -80,31 +69,3 @@ def chosen(options: str) -> str:
     """Return the option in brackets, as in "always [madvise] never", or the whole text if there are no brackets."""
     _, bracket, rest = options.partition("[")
     return rest.partition("]")[0] if bracket else options
-
-
-def output_of(command: Sequence[str], timeout_seconds: float) -> str:
-    """Return the standard output of a command.
-
-    Raises
-    ------
-    ProbeError
-        The command is not installed, failed, or exceeded the time limit.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_seconds,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise ProbeError(f"{command[0]} is not installed") from None
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"{command[0]} did not answer in {timeout_seconds:g} s") from None
-    if done.returncode != 0:
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise ProbeError(f"{command[0]} failed: {words[-1] if words else done.returncode}")
-    return done.stdout

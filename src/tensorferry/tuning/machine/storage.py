@@ -11,34 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, is_remote, mount_of, mounts
+from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, is_remote, mount_of
 from tensorferry.transfer import requests as transfers
 from tensorferry.transfer import runtime
 from tensorferry.transfer.arrays import memory_of
 from tensorferry.tuning.machine.probe import Facts, attempt, number_or_none
 
-__all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]
+__all__ = ["device_number", "file_system", "mount_of"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_BLOCK_DEVICE = "block device"
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems with regular files, but without a drive
 
 
 def file_system(path: Path) -> Facts:
     """Return the facts about the file system of a path, or about a block device. Test files are removed."""
-    direct = attempt(direct_io, path)
+    direct = attempt(_direct_io, path)
     if path.is_block_device():
         number = _number_of(path.stat().st_rdev)
-        return {
-            "type": _BLOCK_DEVICE,
-            "device_number": number,
-            "in_memory": False,
-            "direct_io": direct,
-        }
+        facts: Facts = {"type": "block device", "device_number": number, "in_memory": False}
+        return facts | {"direct_io": direct}
     mount = mount_of(path)
-    return mount | {
+    shown = {name: mount[name] for name in ("type", "mount_point", "source", "options", "device")}
+    return shown | {
         "device_number": device_number(mount),
         "in_memory": mount["type"] in (*IN_MEMORY, "hugetlbfs"),
         "space": attempt(_space, path),
@@ -60,7 +56,7 @@ def device_number(mount: Facts) -> str | None:
     return None
 
 
-def direct_io(path: Path) -> Facts:
+def _direct_io(path: Path) -> Facts:
     """Test direct I/O on the file, block device or folder at a path.
 
     In a folder, the test uses a temporary file of one page, which has a name only on network mounts. A file or device
@@ -69,8 +65,7 @@ def direct_io(path: Path) -> Facts:
     Returns
     -------
     Facts
-        works (with reason if False), writes (whether tensorferry also writes with direct I/O), and the
-        memory_alignment and offset_alignment that tensorferry uses.
+        works (with reason if False), and writes: whether tensorferry also writes with direct I/O.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(b"tensorferry" * (len(page) // 11))
@@ -84,15 +79,10 @@ def direct_io(path: Path) -> Facts:
         writes = file.direct
         if not writes:
             try:
-                file = _core.file_from_descriptor(descriptor, is_new, "always")
+                _core.file_from_descriptor(descriptor, is_new, "always")
             except OSError as error:
                 return {"works": False, "reason": str(error.strerror)}
-        return {
-            "works": True,
-            "writes": writes,
-            "memory_alignment": file.memory_alignment,
-            "offset_alignment": file.offset_alignment,
-        }
+        return {"works": True, "writes": writes}
 
 
 def _number_of(device: int) -> str:
