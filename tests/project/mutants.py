@@ -238,8 +238,8 @@ MUTANTS = [
         "a-block-draws-other-numbers",
         _AGAIN,
         "src/tensorferry/offload/recompute.py",
-        "            set_state(state)\n        yield",
-        "            pass\n        yield",
+        "            self._set_random(random_states)\n",
+        "",
         "tests/offload/test_training.py::test_a_block_that_runs_again_gets_what_it_got_before",
     ),
     _mutant(
