@@ -296,13 +296,31 @@ MUTANTS = [
         "tests/checkpoint/test_shared_reads.py::test_what_ranks_have_read_of_different_files_is_not_mixed",
     ),
     _mutant(
-        "hooks-of-subclasses-are-passed-over",
-        "a subclass's changes to torch's classes take effect",
-        "src/tensorferry/checkpoint/storage/hooks.py",
-        "is not original",
-        "is None",
-        "tests/checkpoint/test_hooks.py::"
-        "test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them[FileSystemReader-_slice_file]",
+        "unused-changes-of-subclasses-are-accepted",
+        "a subclass's changes to torch's classes take effect, or are refused",
+        "src/tensorferry/checkpoint/storage/torch_classes.py",
+        '!= "torch"]',
+        '== ""]',
+        "tests/checkpoint/test_subclasses.py::"
+        "test_methods_of_a_subclass_are_called_as_in_torchs_class_or_refused[FileSystemReader-_slice_file]",
+    ),
+    _mutant(
+        "a-call-goes-on-with-the-state-of-the-last-one",
+        "each save goes to the folder of its own call",
+        "src/tensorferry/checkpoint/storage/writer.py",
+        "        folder = self._begin_call().folder",
+        "        folder = self._current_call().folder",
+        "tests/checkpoint/test_between_hooks.py::"
+        "test_any_sequence_of_saves_and_loads_leaves_what_the_model_has",
+    ),
+    _mutant(
+        "a-relative-path-is-resolved-by-the-thread-that-saves",
+        "each save goes to the folder of its own call",
+        "src/tensorferry/checkpoint/storage/calls.py",
+        "            directory = claim.directory",
+        "            pass",
+        "tests/checkpoint/test_between_hooks.py::"
+        "test_a_save_in_the_background_goes_where_its_call_said",
     ),
     _mutant(
         "ctrl-c-cancels-nothing",
@@ -754,7 +772,7 @@ MUTANTS = [
         "src/tensorferry/checkpoint/storage/writer.py",
         "            file.wait_until_copied()\n    length",
         "            pass\n    length",
-        "tests/checkpoint/test_hooks.py::"
+        "tests/checkpoint/test_subclasses.py::"
         "test_a_planner_that_fills_one_buffer_again_and_again_saves_each_tensor",
     ),
     _mutant(

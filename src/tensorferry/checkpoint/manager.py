@@ -529,7 +529,7 @@ class Checkpoints:
         def read() -> set[tuple[str, ...]]:
             # load() replaces the values in `plain`, so determine before it which entries they request.
             requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
-            with first_rank_error(_is_damage):
+            with reader.holding_folder(), first_rank_error(_is_damage):
                 load(
                     plain,
                     storage_reader=reader,
@@ -538,10 +538,8 @@ class Checkpoints:
                 )
             return requested
 
-        try:
-            requested = set().union(*ranks.call(read))
-        finally:
-            reader._release_folder()
+        # Hold the folder from before the metadata is read: the first rank may remove no checkpoint that others load.
+        requested = set().union(*ranks.call(read))
         if not ranks.is_first:
             return
         paths = getattr(reader._metadata, "planner_data", None)

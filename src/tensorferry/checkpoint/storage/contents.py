@@ -235,22 +235,15 @@ class Contents(ItemLocator):
     def item(self, request: ReadItem) -> Item:
         """Return an item with the location that the metadata gives."""
         info = self._info(request.storage_index)
+        if transforms := getattr(info, "transform_descriptors", None):
+            raise RefusedCheckpointError(
+                f"it was saved through extensions {list(transforms)}, which only torch's own reader "
+                "supports",
+                os.fspath(self._folder),
+                names=(request.storage_index.fqn,),
+            )
         payload = self._payload(request, info) if _is_tensor(request) else None
         return Item(request, info, payload)
-
-    def transformed_items(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
-        """Return the items that were saved through extensions, which torch must undo."""
-        found = []
-        for request in requests:
-            info = self._info(request.storage_index)
-            if getattr(info, "transform_descriptors", None):
-                data_file(self._folder, info.relative_path, trusted=self._trusted)
-                found.append(request)
-        return found
-
-    def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
-        """Return how many bytes items occupy in data files."""
-        return sum(self._info(request.storage_index).length for request in requests)
 
     def verify(self, requests: Sequence[ReadItem]) -> None:
         """Read the bytes that a plan needs, and verify them.
@@ -365,7 +358,7 @@ class Contents(ItemLocator):
         """Return the location of the elements, if the metadata has it."""
         place = payload_of(info)
         chunk = chunk_of(self._metadata, request.storage_index)
-        if place is None or chunk is None or getattr(info, "transform_descriptors", None):
+        if place is None or chunk is None:
             return None
         entry = self._metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
@@ -381,8 +374,7 @@ class Contents(ItemLocator):
         unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by location of the blob
         for name, items in by_file.items():
             for item in items:
-                transformed = getattr(item.info, "transform_descriptors", None)
-                if item.payload is None and _is_tensor(item.request) and not transformed:
+                if item.payload is None and _is_tensor(item.request):
                     place = item.info.offset, item.info.length
                     unknown.setdefault(name, {}).setdefault(place, []).append(item)
         if not unknown:
