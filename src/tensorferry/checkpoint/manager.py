@@ -32,7 +32,7 @@ from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
-from tensorferry.checkpoint.storage import plain_objects
+from tensorferry.checkpoint.storage import safe_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
@@ -232,8 +232,8 @@ class Checkpoints:
             def copy() -> None:
                 plain = _with_state_dicts(state)
                 if not self._trust_pickle:
-                    plain_objects.warn_of_refusals(
-                        dict(plain_objects.refusals_in(plain)), "restore()"
+                    safe_objects.warn_of_refusals(
+                        dict(safe_objects.refusals_in(plain)), "restore()"
                     )
                 copies["state"] = plain if wait else self._stager.stage(plain)
 

@@ -32,7 +32,7 @@ from tensorferry.base.checks import absolute_path
 from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, plain_objects
+from tensorferry.checkpoint.storage import commit, safe_objects
 from tensorferry.checkpoint.storage.calls import FolderWriter
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
 from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES, EXTRAS, metadata_path
@@ -302,7 +302,7 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
                 finish_oldest()
             if self.sync_files:
                 publication.sync_directory(directory)
-            plain_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
+            safe_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
             self.last_save = meter.finish()
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
@@ -336,7 +336,7 @@ def _write_item(
                 f"{item.index.fqn}: the planner returned {type(data)} instead of BytesIO"
             )
         file.write_copied(data.getbuffer())
-        if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
+        if refusals is not None and (why := safe_objects.refusal(data.getvalue())) is not None:
             refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):
