@@ -39,6 +39,8 @@ class Call:
         The folder, an absolute path.
     is_coordinator : bool
         Whether this rank commits the save.
+    is_alone : bool
+        Whether this rank is known to be the only one.
     saver : Saver or None
         The locks of a checkpoint's save, on the coordinator.
     model : Model or None
@@ -50,7 +52,7 @@ class Call:
     def __init__(self, writer: FolderWriter, folder: Path, claim: Claim | None) -> None:
         self.writer = writer
         self.folder = folder
-        self.is_coordinator = False
+        self.is_coordinator = self.is_alone = False
         self.saver: Saver | None = None
         self.model: Model | None = None
         self.held = contextlib.ExitStack()

@@ -175,7 +175,8 @@ class HuggingFaceStorageWriter(FolderWriter, InPlaceOfTorchs, TorchsWriter):
                 "several ranks have tensors to save, and without save_distributed=True their files would have the same "
                 "names"
             )
-        self._current_call().is_coordinator = True
+        call = self._current_call()
+        call.is_coordinator, call.is_alone = True, len(plans) == 1
         count = sum(
             len(self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items))
             for plan in plans
@@ -202,17 +203,21 @@ class HuggingFaceStorageWriter(FolderWriter, InPlaceOfTorchs, TorchsWriter):
         """
         self.last_save = None
         _refuse_objects(plan)
-        if self.save_distributed and getattr(planner, "_enable_plan_caching", False):
-            # With a cached plan a rank gets the ID of an earlier save, and readers could not tell the two apart.
-            raise ValueError(
-                "planner: enable_plan_caching=True is not possible with save_distributed=True (remedy: a planner "
-                "without it)"
-            )
-        call, storage_data = self._current_call(), plan.storage_data
-        mapping = self.fqn_to_index_mapping
+        call, mapping = self._current_call(), self.fqn_to_index_mapping
+        # A planner may return a cached plan of another writer's save, in which this is not a dict of ours.
+        planned = plan.storage_data
+        storage_data: dict[str, Any] = planned if isinstance(planned, dict) else {}
         shard = self._shard(storage_data) if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
         files = self._split_by_storage_plan(mapping, plan.items)
+        if shard is not None and getattr(planner, "_enable_plan_caching", False):
+            # With a cached plan a rank gets the ID of an earlier save, and readers could not tell the two apart.
+            if not call.is_alone:
+                raise ValueError(
+                    "planner: enable_plan_caching=True is not possible with save_distributed=True on several ranks "
+                    "(remedy: a planner without it)"
+                )
+            storage_data = {sources.SAVE: f"{secrets.token_hex(8)}/{len(files)}"}
         total_nbytes = sum(map(_nbytes, plan.items))
         meter = Meter(self._progress, total_nbytes=total_nbytes, total_files=len(files))
         results: list[WriteResult] = []
