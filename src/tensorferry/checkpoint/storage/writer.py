@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -32,7 +34,7 @@ from tensorferry.base.checks import absolute_path
 from tensorferry.base.reprs import safe_repr
 from tensorferry.checkpoint.errors import cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, safe_objects
+from tensorferry.checkpoint.storage import commit, rank_values, safe_objects
 from tensorferry.checkpoint.storage.calls import FolderWriter
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
 from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES, EXTRAS, metadata_path
@@ -64,7 +66,8 @@ _MAX_UNFINISHED_NBYTES = 16 << 20
 _OVERWRITE: bool = (
     inspect.signature(filesystem.FileSystemWriter.__init__).parameters["overwrite"].default
 )
-
+# The index of the result that has the descriptions of a rank's values; no name of a state is like it.
+_DESCRIPTION = MetadataIndex("\0tensorferry")
 
 _T = TypeVar("_T")
 
@@ -116,6 +119,8 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
     # Whether to warn of objects that readers refuse without trust. install(trust_pickle=True) sets it to False for all
     # writers, and Checkpoints for its own, as it warns itself.
     _warns_of_refusals = True
+    # Whether to compare what ranks save under one name. Checkpoints does that itself, before a save begins.
+    _compares_ranks = True
 
     def __init__(
         self,
@@ -200,6 +205,7 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
         try:
             results = self._write(call.folder, plan, planner, f"{prefix}{secrets.token_hex(8)}_")
+            results += self._description(planner)
             call.free_state()
         except BaseException:
             call.end()
@@ -220,6 +226,7 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
         try:
             # Work on a copy: a planner may reuse its metadata for the next save, which may already be running.
             own = copy.copy(metadata)
+            results = _compare_ranks(own, results)
             commit.complete_metadata(own, results)
             own.storage_meta = self.storage_meta()
             commit.replace(
@@ -245,6 +252,18 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
 
     def _rank(self) -> int:
         return getattr(self, "rank", None) or 0
+
+    def _description(self, planner: SavePlanner) -> list[WriteResult]:
+        """Return what this rank saves under each name, as a result that only :meth:`finish` uses.
+
+        The rank writes only some of these values: the planner leaves each one to one of the ranks that have it.
+        """
+        state = getattr(planner, "state_dict", None)
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if is_alone or self._single_rank() is not None or not self._compares_ranks:
+            return []
+        described = rank_values.describe(state) if isinstance(state, dict) else {}
+        return [WriteResult(_DESCRIPTION, 0, described)]
 
     def _write(
         self, directory: Path, plan: SavePlan, planner: SavePlanner, prefix: str
@@ -310,6 +329,18 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
                     cleanup.callback(file.abort)
             raise
         return results
+
+
+def _compare_ranks(metadata: Metadata, results: list[list[WriteResult]]) -> list[list[WriteResult]]:
+    """Compare what ranks save under one name, and return the results of data."""
+    described = [each.storage_data for own in results for each in own if each.index == _DESCRIPTION]
+    whole = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) == 1
+    ]
+    rank_values.compare(described, whole)
+    return [[each for each in own if each.index != _DESCRIPTION] for own in results]
 
 
 def completed_future(result: _T) -> TorchFuture[_T]:
