@@ -21,7 +21,6 @@
 #include "bindings/stream.h"
 #include "checksum/checksum.h"
 #include "codes/values.h"
-#include "pickle/screen.h"
 
 namespace tensorferry {
 namespace {
@@ -54,11 +53,6 @@ void write_values_of_codes(uintptr_t codes, size_t rows, size_t columns, std::pa
                   reinterpret_cast<float*>(values));
 }
 
-size_t pickle_end(nb::bytes data) {
-  WithoutGil release;
-  return screened_pickle_end({static_cast<const uint8_t*>(data.data()), data.size()});
-}
-
 }  // namespace
 }  // namespace tensorferry
 
@@ -83,7 +77,6 @@ NB_MODULE(_core, module) {
   bind_memory(module);
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
   module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
-  module.def("screened_pickle_end", &pickle_end, "data"_a);
   module.def("write_values_of_codes", &write_values_of_codes, "codes"_a, "rows"_a, "columns"_a, "block"_a, "begin"_a,
              "scales_in_row"_a, "values_per_code"_a, "table"_a, "scales"_a, "values"_a);
   module.def("fork_generation", &fork_generation);

@@ -23,6 +23,16 @@ def saved(obj: Any) -> bytes:
     return file.getvalue()
 
 
+def archive_with(pickled: bytes) -> bytes:
+    """Return an archive with any bytes in place of the pickle."""
+    file = io.BytesIO()
+    writer: Any = torch._C.PyTorchFileWriter(file)
+    writer.write_record("data.pkl", pickled, len(pickled))
+    writer.write_record("byteorder", b"little", 6)
+    writer.write_end_of_file()
+    return file.getvalue()
+
+
 def places(data: bytes) -> dict[str, zips.Span]:
     """Return the positions of an archive's records, by their names in its folder."""
     found = zips.layout(lambda begin, end: data[begin:end], len(data))

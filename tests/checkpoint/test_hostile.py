@@ -15,9 +15,11 @@ import fractions
 import functools
 import io
 import json
+import mmap
 import os
 import pathlib
 import pickle
+import resource
 import types
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,12 +46,12 @@ from tensorferry.checkpoint import (
     load,
     verify,
 )
-from tensorferry.checkpoint.storage import plain_objects
+from tensorferry.checkpoint.storage import safe_objects
 from tensorferry.checkpoint.storage.metadata import parse_metadata, trailer_of
 from tensorferry.checkpoint.tools import audit
 from tensorferry.checkpoint.zipformat import blobs
-from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError
-from tests.checkpoint.archives import pickle_in, saved
+from tensorferry.checkpoint.zipformat.unpickling import MalformedError, RefusedError
+from tests.checkpoint.archives import archive_with, pickle_in, saved
 from tests.checkpoint.canary import nothing_happens
 from tests.checkpoint.damage import run
 from tests.checkpoint.hostile import (
@@ -63,14 +65,15 @@ from tests.checkpoint.hostile import (
     text,
 )
 from tests.checkpoint.loads import fails
+from tests.checkpoint.states import bits_of
 from tests.support.data import SEED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-HARMLESS_CODES = {"class", "defaultdict", "a memo of 32 GB"}  # in objects of a checkpoint
+HARMLESS_CODES = {"class", "defaultdict"}  # in objects of a checkpoint
 
 
 def placed(path: pathlib.Path, blob: bytes, entry: Any, **changes: Any) -> pathlib.Path:
@@ -118,7 +121,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     load(tmp_path / "first.pt")
     verify(tmp_path / "first")
     for pickled in (b"\x80\2" + SYSTEM + b".", b"no pickle"):
-        for file in (plain_objects._archive(pickled), pickled):
+        for file in (archive_with(pickled), pickled):
             (tmp_path / "first.pt").write_bytes(file)
             with contextlib.suppress(Exception):
                 load(tmp_path / "first.pt")
@@ -164,14 +167,13 @@ def test_hostile_metadata_does_nothing(tmp_path: pathlib.Path, code: bytes) -> N
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
-@pytest.mark.parametrize("where", ["an object", "a tensor made an object", "transformed"])
+@pytest.mark.parametrize("where", ["an object", "a tensor made an object"])
 def test_hostile_objects_do_nothing(
     tmp_path: pathlib.Path, code: bytes, where: str, request: Any
 ) -> None:
     for pickled in (b"\x80\2" + code + b".", b"\x80\2" + code + b"0N."):
-        blob = plain_objects._archive(pickled)
-        changes = {"transform_descriptors": ["none"]} if where == "transformed" else {}
-        path = placed(tmp_path / "c", blob, BytesStorageMetadata(), **changes)
+        blob = archive_with(pickled)
+        path = placed(tmp_path / "c", blob, BytesStorageMetadata())
         value = torch.zeros(3) if where == "a tensor made an object" else 0
         with nothing_happens():
             if any(request.node.name.endswith(f"-{name}]") for name in HARMLESS_CODES):
@@ -184,7 +186,7 @@ def test_hostile_objects_do_nothing(
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
 def test_hostile_tensors_and_files_of_torch_do_nothing(tmp_path: pathlib.Path, code: bytes) -> None:
-    blob = plain_objects._archive(b"\x80\2" + code + b".")
+    blob = archive_with(b"\x80\2" + code + b".")
     path = placed(tmp_path / "c", blob, a_tensor())
     with nothing_happens(), pytest.raises(dcp.api.CheckpointException):
         load_checkpoint(path, torch.zeros(3))
@@ -192,17 +194,6 @@ def test_hostile_tensors_and_files_of_torch_do_nothing(tmp_path: pathlib.Path, c
         (tmp_path / "file.pt").write_bytes(file)
         with nothing_happens(), contextlib.suppress(Exception):
             load(tmp_path / "file.pt")
-
-
-def test_hostile_objects_do_nothing_that_went_through_extensions(tmp_path: pathlib.Path) -> None:
-    from tests.checkpoint.extensions import Inverting, registry
-
-    state = {"a": Calling(os.system, f"touch {TARGET}")}
-    writer = dcp.FileSystemWriter(tmp_path / "c", _extensions=[Inverting()])
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    known = registry()
-    with nothing_happens(), fails(CheckpointError, "system"):
-        dcp.load({"a": 0}, storage_reader=FileSystemReader(tmp_path / "c", known), no_dist=True)
 
 
 def test_refused_class_and_remedy_are_named_and_trust_is_one(tmp_path: pathlib.Path) -> None:
@@ -280,6 +271,10 @@ def plain_values() -> dict[str, Any]:
             bytearray(b"b"),
         ),
         "collections": [
+            collections.ChainMap({1: 2}, {3: 4}),
+            collections.UserDict(a=1),
+            collections.UserList([1]),
+            collections.UserString("x"),
             collections.OrderedDict(a=1),
             collections.Counter("aab"),
             collections.defaultdict(list, {1: [2]}),
@@ -339,54 +334,42 @@ def test_streams_are_loaded_as_they_were(tmp_path: pathlib.Path) -> None:
         assert (found.getvalue(), found.tell()) == (stream.getvalue(), stream.tell())
 
 
-RECORD = [("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "U3"), ("e", "M8[ns]")])]
-
-
 @pytest.mark.parametrize(
     "made",
     [
-        np.zeros(3, RECORD),
-        np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
-        np.zeros((2, 2), RECORD)[:, 0],
         np.array(["2020-01", "nat"], "M8[M]"),
         np.arange(3).astype("m8[25s]"),
         np.zeros(2, "V5"),
+        np.array(["a", "bc"]),
     ],
     ids=str,
 )
-def test_records_and_times_of_numpy_are_loaded_as_they_were(made: Any) -> None:
+def test_times_and_text_of_numpy_are_loaded_as_they_were(made: Any) -> None:
     for value in (made, made[0], made.dtype):
         found = harmlessly(value)
         assert type(found) is type(value)
         assert getattr(found, "dtype", found) == getattr(value, "dtype", value)
         assert repr(found) == repr(value)
-    assert harmlessly(made.dtype).isalignedstruct == made.dtype.isalignedstruct
 
 
 def harmlessly(value: Any) -> Any:
     """Return the object that a planner gets for an object in a file."""
-    return torch.load(
-        io.BytesIO(plain_objects.sanitize_pickle(saved([value]))), weights_only=False
-    )[0]
-
-
-def test_dtypes_within_dtypes_do_not_end_the_process() -> None:
-    """NumPy walks through them by recursion."""
-    made = [np.dtype("f8")]
-    for _ in range(100):
-        made.append(np.dtype([("field", made[-1])]))
-    assert harmlessly(made[10]) == made[10]
-    with pytest.raises(MalformedError):
-        harmlessly(made[100])
+    return torch.load(io.BytesIO(safe_objects.sanitize_pickle(saved([value]))), weights_only=False)[
+        0
+    ]
 
 
 @pytest.mark.parametrize(
-    "value", [Counted(1), Phase.WARM, np.array([{}]), functools.partial(print), Span]
+    "value",
+    [
+        *(Counted(1), Phase.WARM, functools.partial(print), Span),
+        *(np.array([{}]), np.zeros(2, [("a", "i4")]), torch.nn.Linear(2, 2)),
+    ],
 )
 def test_what_could_run_code_is_refused(value: Any) -> None:
     with pytest.raises(RefusedError):
         harmlessly(value)
-    assert plain_objects.refusal(saved([value])) is not None
+    assert safe_objects.refusal(saved([value])) is not None
 
 
 def test_what_is_declared_safe_is_loaded_as_by_torch_load(tmp_path: pathlib.Path) -> None:
@@ -396,7 +379,7 @@ def test_what_is_declared_safe_is_loaded_as_by_torch_load(tmp_path: pathlib.Path
         load_checkpoint(path, 0)
     with torch.serialization.safe_globals([Settings, Phase, Counted]):
         assert load_checkpoint(path, 0) == [value, Counted(1)]
-        assert plain_objects.refusal(saved(value)) is None
+        assert safe_objects.refusal(saved(value)) is None
     with fails(CheckpointError, "Settings"):  # the permission ends with the block
         load_checkpoint(path, 0)
 
@@ -423,6 +406,8 @@ def test_arrays_and_tensors_in_objects_are_loaded_as_they_were(tmp_path: pathlib
         "empty": torch.empty(0, 3),
         "byte": torch.get_rng_state(),
         "half": torch.ones(2, dtype=torch.bfloat16),
+        "float8": torch.ones(2).to(torch.float8_e4m3fn),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
     }
     found = load_checkpoint(placed(tmp_path / "d", saved(value), BytesStorageMetadata()), 0)
     assert found.keys() == value.keys()
@@ -430,9 +415,10 @@ def test_arrays_and_tensors_in_objects_are_loaded_as_they_were(tmp_path: pathlib
         assert np.array_equal(mine, theirs)
         assert (mine.dtype, mine.flags.f_contiguous) == (theirs.dtype, theirs.flags.f_contiguous)
     for key, tensor in value.items():
-        assert torch.equal(found[key], tensor)
+        assert bits_of(found[key]) == bits_of(tensor)
         assert type(found[key]) is type(tensor)
         assert found[key].stride() == tensor.stride()
+    assert found["conjugate"].is_conj()
     found["matrix"][0, 1] = 77
     assert found["row"][0] == 77  # they share their memory, as before
 
@@ -449,9 +435,9 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: pathlib.Path) -> Non
         for numbers in (size, stride):
             code += b"(" + b"".join(pickle.dumps(n, 2)[2:-1] for n in numbers) + b"t"
         pickled = b"\x80\2" + code + b"\x89}tR."
-        assert plain_objects._archive(pickled)
+        assert archive_with(pickled)
         with pytest.raises((MalformedError, RefusedError)):
-            plain_objects.sanitize_pickle(plain_objects._archive(pickled))
+            safe_objects.sanitize_pickle(archive_with(pickled))
 
 
 def test_metadata_that_asks_for_endless_lists_or_odd_files_is_refused(
@@ -520,7 +506,7 @@ def attempt_metadata(data: bytes, path: pathlib.Path) -> None:
 
 def attempt_object(data: bytes, path: pathlib.Path) -> None:
     with contextlib.suppress(MalformedError, RefusedError):
-        safe = plain_objects.sanitize_pickle(plain_objects._archive(data))
+        safe = safe_objects.sanitize_pickle(archive_with(data))
         torch.load(io.BytesIO(safe), weights_only=False)
 
 
@@ -528,11 +514,11 @@ def attempt_blob(data: bytes, path: pathlib.Path) -> None:
     blobs.examine(io.BytesIO(data))
     blobs.parse(data[: blobs.HEAD_NBYTES], data[-blobs.TAIL_NBYTES :], len(data))
     with contextlib.suppress(MalformedError, RefusedError):
-        plain_objects.sanitize_pickle(data)
+        safe_objects.sanitize_pickle(data)
 
 
 def attempt_description(data: bytes, path: pathlib.Path) -> None:
-    blob = plain_objects._archive(data)
+    blob = archive_with(data)
     blobs.parse(blob, blob, len(blob))
 
 
@@ -560,7 +546,17 @@ ATTEMPTS: list[tuple[int, str, Callable[[bytes, pathlib.Path], None]]] = [
 ]
 
 
-def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """Let a pickle that asks for much memory fail, which Python's unpickler does not prevent."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_mutated_files_do_nothing(tmp_path: pathlib.Path, bounded_memory: None) -> None:
     file = saved(OBJECT)
     placed(tmp_path / "c", file, BytesStorageMetadata())
     sources = {
@@ -582,34 +578,6 @@ def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
                     raise AssertionError(note) from error
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("deque", b"h\0)Ra"), ("defaultdict", b"K\0h\0)Rs"), ("OrderedDict", b"K\0h\0)Rs")],
-)
-def test_containers_within_containers_do_not_end_the_process(name: str, code: bytes) -> None:
-    """Python frees deques and defaultdicts by recursion: 200,000 of them, one in the other, overflow the stack."""
-    count = 300_000
-    pickled = b"\x80\2" + name_of("collections", name) + b"q\0)R"
-    pickled += code[:-1] * count + code[-1:] * count + b"."
-    with pytest.raises(MalformedError):
-        plain_objects.sanitize_pickle(plain_objects._archive(pickled))
-    with pytest.raises(MalformedError):  # also without the end of the pickle
-        plain_objects.sanitize_pickle(plain_objects._archive(pickled[:-1]))
-
-
-@pytest.mark.parametrize("name", ["builtins set", "collections Counter", "collections OrderedDict"])
-@pytest.mark.parametrize("within", [b"a", b"N\x86a"], ids=["values", "pairs"])
-def test_keys_that_a_container_is_made_of_do_not_end_the_process(
-    tmp_path: pathlib.Path, name: str, within: bytes
-) -> None:
-    """Python hashes tuples within tuples by recursion: 300,000 of them overflow the stack."""
-    deep = b"]" + b")" + b"\x85" * 300_000 + within
-    path = tmp_path / "s.pt"
-    path.write_bytes(plain_objects._archive(b"\x80\2" + name_of(*name.split()) + deep + b"\x85R."))
-    with pytest.raises(CheckpointError, match="a key of type tuple"):
-        load(path)
-
-
 @pytest.mark.parametrize("mmap", [False, True])
 def test_names_that_torch_would_take_for_its_own_are_refused(
     tmp_path: pathlib.Path, mmap: bool
@@ -625,10 +593,10 @@ def test_names_that_torch_would_take_for_its_own_are_refused(
 def test_of_the_other_byte_order_only_tensors_are_refused() -> None:
     """No class needs to be trusted for them, and pickles have the same bytes on all machines."""
     value = {"a": [1, 2.5, "text"]}
-    safe = plain_objects.sanitize_pickle(saved(value).replace(b"little", b"big   "))
+    safe = safe_objects.sanitize_pickle(saved(value).replace(b"little", b"big   "))
     assert torch.load(io.BytesIO(safe), weights_only=False) == value
     with pytest.raises(MalformedError, match="the other byte order"):
-        plain_objects.sanitize_pickle(saved([torch.ones(3)]).replace(b"little", b"big   "))
+        safe_objects.sanitize_pickle(saved([torch.ones(3)]).replace(b"little", b"big   "))
 
 
 def test_dtypes_may_be_keys(tmp_path: pathlib.Path) -> None:
@@ -650,38 +618,29 @@ def test_a_number_does_not_take_memory() -> None:
         + b")\x89}tR",
     ):
         with pytest.raises((MalformedError, RefusedError)):
-            plain_objects.sanitize_pickle(plain_objects._archive(b"\x80\2" + code + b"."))
+            safe_objects.sanitize_pickle(archive_with(b"\x80\2" + code + b"."))
+
+
+def test_a_sparse_tensor_in_a_set_is_loaded(tmp_path: pathlib.Path) -> None:
+    (found,) = harmlessly({torch.eye(2).to_sparse()})
+    assert torch.equal(found.to_dense(), torch.eye(2))
 
 
 def test_a_storage_whose_name_has_no_end_is_refused() -> None:
     code = name_of("torch._utils", "_rebuild_tensor_v2") + b"((" + text("storage")
     code += name_of("torch", "FloatStorage") + b"N" + b"q\1h\1\x86" * 100 + text("cpu")
     code += b"K\1tQK\0K\1\x85K\1\x85\x89}tR"
-    blob = plain_objects._archive(b"\x80\2" + code + b".")
+    blob = archive_with(b"\x80\2" + code + b".")
     assert blobs.parse(blob, blob, len(blob)) is None
 
 
-def test_comparing_keys_does_not_take_for_ever() -> None:
-    def chain(first: int) -> bytes:
-        code = b"(\x91q%c0" % first
-        for number in range(first, first + 60):
-            code += b"(h%c(h%c\x91\x91q%c0" % (number, number, number + 1)
-        return code
-
-    pickled = b"\x80\4" + chain(0) + chain(100) + b"\x8f(h%ch%c\x90." % (60, 160)
-    with pytest.raises(MalformedError):
-        plain_objects.sanitize_pickle(plain_objects._archive(pickled))
-
-
-def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_are() -> None:
+def test_storages_and_empty_tensors_stay_as_they_are() -> None:
     tensor = torch.arange(4.0)
-    for value in (tensor.untyped_storage(), tensor.storage()):
-        with pytest.raises(RefusedError, match="storage"):
-            plain_objects.sanitize_pickle(saved([value]))
-    safe = plain_objects.sanitize_pickle(
-        saved([torch.empty_strided((0, 3), (1, 7)).requires_grad_()])
-    )
-    (found,) = torch.load(io.BytesIO(safe), weights_only=False)
+    found, view = harmlessly((tensor.storage(), tensor[1:]))
+    assert found.tolist() == tensor.tolist()
+    view[0] = 7.0
+    assert found.tolist() == [0.0, 7.0, 2.0, 3.0]
+    found = harmlessly(torch.empty_strided((0, 3), (1, 7)).requires_grad_())
     assert found.stride() == (1, 7)
     assert found.requires_grad
 
@@ -689,7 +648,7 @@ def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_ar
 def test_what_a_module_and_a_clock_give_is_read(tmp_path: pathlib.Path) -> None:
     state = torch.nn.Linear(2, 2).state_dict()
     zone = datetime.timezone(datetime.timedelta(hours=1), "CET")
-    safe = plain_objects.sanitize_pickle(saved((state, zone)))
+    safe = safe_objects.sanitize_pickle(saved((state, zone)))
     found, found_zone = torch.load(io.BytesIO(safe), weights_only=False)
     assert found._metadata == state._metadata
     assert found.keys() == state.keys()

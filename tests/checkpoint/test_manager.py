@@ -31,6 +31,7 @@ from tensorferry.checkpoint import (
     FileSystemWriter,
     verify,
 )
+from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.savers import Saver
@@ -204,6 +205,29 @@ def test_what_links_lead_to_stays(directory: pathlib.Path) -> None:
     assert len(files_of(archive)) == 2
 
 
+def test_nothing_is_removed_for_a_checkpoint_that_the_drive_has_damaged(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(directory, 1)
+    end = Folder.end
+
+    def damage(self: Folder, step: int) -> None:
+        monkeypatch.undo()
+        (data,) = self.path(step).glob("*.distcp")
+        flip(data, 8 * (data.stat().st_size // 2))
+        end(self, step)
+
+    monkeypatch.setattr(Folder, "end", damage)
+    with Checkpoints(directory, keep_last=1) as checkpoints:
+        checkpoints.save(2, state_of(2))
+        with pytest.raises(CheckpointError, match="step_00000002"):
+            checkpoints.wait()
+        assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state_of(3))
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+
+
 def test_a_checkpoint_into_which_somebody_saves_is_not_removed(directory: pathlib.Path) -> None:
     save_all(directory, 1)
     saver = Saver(directory / "step_00000001", None)
@@ -218,10 +242,10 @@ def load_held(_rank: int, path: str, marks: str) -> float:
     """Load a checkpoint by a planner that waits for leave when it has begun, and live on."""
 
     class Waiting(dcp.DefaultLoadPlanner):
-        def create_local_plan(self) -> Any:
+        def resolve_tensor(self, read_item: Any) -> Any:
             pathlib.Path(marks, "begun").touch()
             assert settled(pathlib.Path(marks, "go").exists)
-            return super().create_local_plan()
+            return super().resolve_tensor(read_item)
 
     state = state_of(-1)
     dcp.load(state, storage_reader=FileSystemReader(path), planner=Waiting())
@@ -259,10 +283,9 @@ def test_a_checkpoint_that_another_machine_is_loading_is_not_removed(
     monkeypatch.setattr(file_locks, "_MAX_OTHER_SAVE_SECONDS", 0.0)
     save_all(directory, 1)
     reader = FileSystemReader(directory / "step_00000001")
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    save_all(directory, 2, keep_last=1)
-    assert Checkpoints(directory).steps() == [1, 2]
-    del reader
+    with reader.holding_folder():
+        save_all(directory, 2, keep_last=1)
+        assert Checkpoints(directory).steps() == [1, 2]
     save_all(directory, 3, keep_last=1)
     assert Checkpoints(directory).steps() == [3]
 
@@ -270,13 +293,10 @@ def test_a_checkpoint_that_another_machine_is_loading_is_not_removed(
 def test_what_is_replaced_while_it_is_loaded_is_loaded_whole(directory: pathlib.Path) -> None:
     save_all(directory, 1)
     path = directory / "step_00000001"
-    reader = FileSystemReader(path)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
     before = files_of(path)
-    with Checkpoints(directory) as checkpoints:
-        checkpoints.save(1, state_of(7), overwrite=True)
-    assert before <= files_of(path)
-    del reader
+    with FileSystemReader(path).holding_folder(), Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state_of(7), overwrite=True, wait=True)
+        assert before <= files_of(path)
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(1, state_of(8), overwrite=True)
     assert files_of(path) & before == {".metadata"}
@@ -290,8 +310,8 @@ def test_a_checkpoint_that_is_gone_is_told_as_such(directory: pathlib.Path) -> N
     metadata = reader.read_metadata()
     contents = Contents(path, metadata)
     shutil.rmtree(path)
-    with pytest.raises(FileNotFoundError, match="has been removed"):
-        reader.set_up_storage_reader(metadata, True)
+    with pytest.raises(FileNotFoundError, match="has been removed"), reader.holding_folder():
+        pass
     name = next(iter(metadata.storage_data.values())).relative_path
     with pytest.raises((OSError, CheckpointError), match="has been removed"):
         contents.open(name)
@@ -481,7 +501,7 @@ class Deeper(dict[str, Any]):
         (Phase.COOLDOWN, True),
         ({"a": (1, Phase.COOLDOWN)}, True),
         ([torch.ones(1), Phase.COOLDOWN], True),
-        ((1, torch.eye(2).to_sparse()), True),  # an object, as tuples are, and not a tensor
+        ((1, torch.eye(2).to_sparse()), False),
         ({Phase.COOLDOWN: 1}, False),  # torch makes text of keys
         ([{Phase.COOLDOWN: 1}], False),
         (({Phase.COOLDOWN: 1},), True),
@@ -543,17 +563,15 @@ class refuse_all:  # noqa: N801
 def test_one_that_was_removed_while_it_was_loaded_gives_way_to_a_newer_one(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorferry.checkpoint import manager
-
     save_all(directory, 1)
-    checkpoints, load = Checkpoints(directory), manager.load
+    checkpoints, read = Checkpoints(directory), Checkpoints._read
 
-    def meanwhile(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(manager, "load", load)
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(Checkpoints, "_read", read)
         save_all(directory, 2, keep_last=1)
-        return load(*arguments, **options)
+        return read(*arguments)
 
-    monkeypatch.setattr(manager, "load", meanwhile)
+    monkeypatch.setattr(Checkpoints, "_read", meanwhile)
     with pytest.warns(RuntimeWarning, match="step 1"):
         assert restored(checkpoints) == 2
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import copyreg
+import dataclasses
 import enum
 import io
 import pathlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry._core import crc32, screened_pickle_end
+from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
-    _KNOWN,
     _NAMES,
-    OLDER_MODULES,
+    add_safe_metadata_globals,
     chunk_of,
     data_file,
     file_checksums,
@@ -40,12 +39,9 @@ from tensorferry.checkpoint.storage.metadata import (
     payload_of,
     read_metadata,
 )
-from tensorferry.checkpoint.zipformat import pickles
-from tensorferry.tuning.stopwatch import Stopwatch
 from tests.checkpoint.damage import flipped
-from tests.checkpoint.hostile import ATTACKS, TARGET, TORCH, name_of, rearranged, some_metadata
+from tests.checkpoint.hostile import ATTACKS, TARGET, TORCH, name_of, some_metadata
 from tests.checkpoint.states import mixed_state, save
-from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
@@ -182,69 +178,21 @@ def test_pickles_cannot_change_classes(tmp_path: pathlib.Path, name: str) -> Non
     assert not hasattr(getattr(holder, attribute), "polluted")
 
 
-def test_pythons_unpickler_reads_metadata_and_what_it_reads_is_the_same() -> None:
-    sources = [
-        pickle.dumps(some_metadata(), 4),
-        pickle.dumps(some_metadata(storage_meta=None), 5),
-    ]
-    for data in sources:
-        assert pickles.loads_records(data, _KNOWN) is not None
-        assert repr(parse_metadata(data, "m")) == repr(pickle.loads(data))
-    read = 0
-    for number in range(4000):
-        data = rearranged(sources[number % 2], np.random.default_rng([SEED, number]))
-        if pickles.loads_records(data, _KNOWN) is None:
-            continue
-        read += 1
-        try:
-            found = shown(parse_metadata(data, "m"))
-        except CheckpointError:
-            continue
-        slowly, _ = pickles.loads(data, _NAMES, older=OLDER_MODULES)
-        if not found.count(".Constructor object") and "<class" not in found:
-            assert found == shown(slowly), (SEED, number)
-    assert read
+def test_what_a_program_declares_safe_is_read(tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path / "m", some_metadata(planner_data=Layout(3)))
+    with pytest.raises(CheckpointError, match=r"test_metadata\.Layout"):
+        read_metadata(path)
+    for declared in ([Layout], {__name__: {"Layout"}}):
+        add_safe_metadata_globals(declared)
+        assert read_metadata(path).planner_data == Layout(3)
+        del _NAMES[f"{__name__}.Layout"]
 
 
-def shown(metadata: object) -> str:
-    """Return the repr of metadata, or an error: objects of a rearranged pickle may lack a field that repr() needs."""
-    try:
-        return repr(metadata)
-    except AttributeError as error:
-        return str(error)
+@dataclasses.dataclass
+class Layout:
+    """What a planner may store in metadata."""
 
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        b"}" + b")" + b"\x85" * 200_000 + b"Ns",  # a key of tuples within tuples
-        b"}K\1" + b"\x94h\0\x86" + b"".join(b"\x94h%c\x86" % k for k in range(1, 90)) + b"Ns",
-        b"}j\xff\xff\xff\x7f",
-        b"}\x8e" + b"\xff" * 7 + b"\x7f",
-        b"}X\xff\xff\xff\xff",
-        b"Nr\xff\xff\xff\x7f",
-        b"}(K\1",
-        b"]N\x86\x94}b",
-    ],
-)
-def test_what_could_crash_pythons_unpickler_is_not_given_to_it(code: bytes) -> None:
-    for cut in range(min(len(code), 40)):
-        assert screened_pickle_end(b"\x80\4" + code[:cut]) == 0
-    assert screened_pickle_end(b"\x80\4" + code + b".") == 0
-    assert screened_pickle_end(b"\x80\4}.") == 4
-
-
-def test_places_that_are_slow_to_hash_are_refused() -> None:
-    """Nested indexes: each tuple has two references to the inner one, so hashing takes exponential time."""
-    module = f"{TORCH}.metadata".encode()
-    code = b"]\x8c%c%b\x8c\rMetadataIndex\x93\x94a" % (len(module), module)
-    code += b"h\0)\x81}\x8c\3fqn\x8c\1asb\x94a"
-    for number in range(1, 60):
-        code += b"h\0)\x81}\x8c\3fqnh%ch%c\x86sb\x94a" % (number, number)
-    data = b"\x80\4" + code + b"}h%cNsa." % 60
-    assert screened_pickle_end(data) == len(data)
-    with pytest.raises(CheckpointError):
-        parse_metadata(data, "m")
+    ranks: int
 
 
 def test_trusted_pickles_may_hold_anything(tmp_path: pathlib.Path) -> None:
@@ -282,14 +230,11 @@ def test_lost_trailer_of_our_metadata_is_found(tmp_path: pathlib.Path) -> None:
 
 
 def test_flipped_bits_of_torchs_metadata_do_no_harm(random_bytes: RandomBytes) -> None:
-    # The file has no checksum, so some flips pass. The others are refused with a message, and allocate no large memory.
+    # The file has no checksum, so some flips pass. The others are refused with a message.
     data = pickle.dumps(some_metadata(), protocol=4)
-    with Stopwatch() as watch:
-        for bit in random_bytes.generator.integers(8 * len(data), size=2000):
-            with contextlib.suppress(CheckpointError):
-                assert isinstance(parse_metadata(flipped(data, int(bit)), "m"), Metadata)
-    assert watch.peak_growth_nbytes is not None
-    assert watch.peak_growth_nbytes < 64 << 20
+    for bit in random_bytes.generator.integers(8 * len(data), size=2000):
+        with contextlib.suppress(CheckpointError):
+            assert isinstance(parse_metadata(flipped(data, int(bit)), "m"), Metadata)
 
 
 def info(*values: Any, **extras: Any) -> Any:

@@ -1,4 +1,4 @@
-"""NumPy's .npy and .npz files: read in place as NumPy reads them, listed, verified and converted; damage is found."""
+"""NumPy's .npy and .npz files: read in place as NumPy reads them; damage is found."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry import _core
-from tensorferry.checkpoint import CheckpointError, verify
-from tensorferry.checkpoint.tools import entries
-from tensorferry.checkpoint.tools.convert import convert
 from tensorferry.npy import FormatError, NumpyFile
-from tests.checkpoint.damage import flip, run
+from tests.checkpoint.damage import flip
 from tests.support.effort import examples
 from tests.support.leaks import descriptors, settled
 
@@ -104,9 +100,6 @@ def test_arrays_and_what_indices_choose_are_numpys(
                 file[name][index]
         else:
             assert same(file[name][index], expected)
-    assert verify(path).sound
-    (entry,) = entries(path)
-    assert (entry.dtype, entry.shape, entry.nbytes) == (str(array.dtype), shape, array.nbytes)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -156,10 +149,6 @@ def test_out_is_refused_where_it_does_not_fit(directory: pathlib.Path) -> None:
 @pytest.mark.parametrize("kind", ["stored", "compressed"])
 def test_every_flipped_bit_of_a_member_is_found(directory: pathlib.Path, kind: str) -> None:
     path = saved(directory, kind)
-    report = verify(path)
-    assert report.sound
-    assert (report.entries, report.unverified) == (4, [])
-    assert report.nbytes == sum(array.nbytes for array in arrays().values())
     data = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         (begin, end) = (archive.getinfo(f"{name}.npy").header_offset for name in ("a", "b.c"))
@@ -167,17 +156,13 @@ def test_every_flipped_bit_of_a_member_is_found(directory: pathlib.Path, kind: s
     for at in np.linspace(begin + 200, end - 1, 30).astype(int):
         path.write_bytes(data)
         flip(path, 8 * int(at) + 3)
-        report = verify(path)
-        if report.sound:  # bits after the end of a compressed stream have no meaning
+        try:
+            read = NumpyFile(path)["a"].read()
+        except FormatError:
+            found += 1
+        else:  # bits after the end of a compressed stream have no meaning
             assert kind == "compressed"
-            assert same(NumpyFile(path)["a"].read(), arrays()["a"])
-            continue
-        found += 1
-        assert str(path) in str(report.problems[0])
-        with pytest.raises(FormatError):
-            NumpyFile(path)["a"].read()
-        assert run("verify", path).exit_code == 1
-        assert run("convert", path, directory / "new.safetensors").exit_code == 1
+            assert same(read, arrays()["a"])
     assert found >= 29
 
 
@@ -191,11 +176,8 @@ def test_truncated_files_are_found(directory: pathlib.Path, kind: str) -> None:
     data = path.read_bytes()
     for nbytes in (*range(150), *range(150, len(data), len(data) // 100)):
         path.write_bytes(data[:nbytes])
-        assert not verify(path).sound, nbytes
         with pytest.raises(FormatError):
             NumpyFile(path)
-        with pytest.raises(CheckpointError):
-            entries(path)
 
 
 def test_what_is_behind_an_array_is_not_lost_silently(directory: pathlib.Path) -> None:
@@ -214,8 +196,6 @@ def test_pickled_objects_are_refused(directory: pathlib.Path) -> None:
     for name in ("it.npy", "it.npz"):
         with pytest.raises(FormatError, match="pickled objects, which may run any code"):
             NumpyFile(directory / name)
-        assert run("ls", directory / name).exit_code == 1
-        assert run("verify", directory / name).exit_code == 1
 
 
 def test_archives_of_other_things_are_refused(directory: pathlib.Path) -> None:
@@ -258,7 +238,6 @@ def test_headers_that_are_none_are_damage(
     path.write_bytes(start + header + bytes(nbytes))
     with pytest.raises(FormatError, match=r"it\.npy"):
         NumpyFile(path)
-    assert verify(path).problems
 
 
 @pytest.mark.parametrize("field", [20, 42])
@@ -285,54 +264,6 @@ def test_bz2_that_is_damaged_is_found(directory: pathlib.Path) -> None:
     flip(directory / "it.npz", 8 * 45)
     with pytest.raises(FormatError):
         NumpyFile(directory / "it.npz")["a"].read()
-
-
-def test_an_array_without_a_name_does_not_take_the_place_of_one_that_has_its(
-    directory: pathlib.Path,
-) -> None:
-    np.savez(directory / "it.npz", **{"": np.ones(3), "it": np.ones(5)})
-    with pytest.raises(CheckpointError, match=r"\('it'\): there are two"):
-        convert(directory / "it.npz", directory / "new.safetensors")
-
-
-def test_they_become_safetensors_and_checkpoints(directory: pathlib.Path) -> None:
-    convert(saved(directory, "stored"), directory / "new.safetensors")
-    found = safetensors.numpy.load_file(directory / "new.safetensors")
-    assert {name: array.tobytes() for name, array in found.items()} == {
-        name: np.ascontiguousarray(array).tobytes() for name, array in arrays().items()
-    }
-    assert {name: array.shape for name, array in found.items()} == {
-        name: array.shape for name, array in arrays().items()
-    }
-    convert(directory / "it.npz", directory / "checkpoint", to="dcp")
-    assert [entry.name for entry in entries(directory / "checkpoint")] == sorted(arrays())
-    np.save(directory / "weight.npy", np.ones((2, 3), order="F"))
-    convert(directory / "weight.npy", directory / "one.safetensors")
-    assert list(safetensors.numpy.load_file(directory / "one.safetensors")) == ["weight"]
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.ones(3, ">f4"), "big-endian"),
-        (np.zeros(3, RECORD), "no dtype"),
-        (np.array(["a"]), "no dtype"),
-    ],
-)
-def test_what_torch_cannot_hold_is_refused(
-    directory: pathlib.Path, array: Any, message: str
-) -> None:
-    np.savez(directory / "it.npz", it=array)
-    with pytest.raises(CheckpointError, match=rf"\('it'\): .*{message}"):
-        convert(directory / "it.npz", directory / "new.safetensors")
-    assert not (directory / "new.safetensors").exists()
-
-
-def test_compressed_members_are_not_converted(directory: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match=r"compressed.*remedy: write it with numpy.savez\)"):
-        convert(saved(directory, "compressed"), directory / "new.safetensors")
-    # Listed with no place in the file.
-    assert {entry.shards[0].end for entry in entries(directory / "it.npz")} == {0}
 
 
 def test_a_refused_file_is_closed(tmp_path: pathlib.Path) -> None:

@@ -8,7 +8,6 @@ import pathlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -256,7 +255,6 @@ TREES: dict[str, Callable[[pathlib.Path], Any]] = {
     "sharded model": lambda at: save_sharded(
         {"a": torch.ones(300), **STATE}, at, max_shard_nbytes=4096
     ),
-    "arrays of NumPy's": lambda at: np.savez(at.open("wb"), w=np.arange(10)),
 }
 
 

@@ -331,14 +331,13 @@ def test_sound_checkpoints_are_sound(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("stop"), OSError(5, "stop")])
-@pytest.mark.parametrize("name", ["ours", "torchs", "a.safetensors", "a.npz", "a.pt"])
+@pytest.mark.parametrize("name", ["ours", "torchs", "a.safetensors", "a.pt"])
 def test_an_error_of_the_listener_is_raised_and_is_not_damage(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
     dcp.save(mixed_state(), storage_writer=FileSystemWriter(directory / "ours"), no_dist=True)
     dcp.save(mixed_state(), storage_writer=dcp.FileSystemWriter(directory / "torchs"), no_dist=True)
     save_file({"a": torch.ones(9)}, directory / "a.safetensors")
-    np.savez(directory / "a.npz", a=np.ones(9))
     torch.save(torch.ones(9), directory / "a.pt")
     monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
     errors = [error]

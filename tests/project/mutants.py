@@ -397,13 +397,31 @@ MUTANTS = [
         "tests/checkpoint/test_shared_reads.py::test_what_ranks_have_read_of_different_files_is_not_mixed",
     ),
     _mutant(
-        "hooks-of-subclasses-are-passed-over",
-        "a subclass's changes to torch's classes take effect",
-        "src/tensorferry/checkpoint/storage/hooks.py",
-        "is not original",
-        "is None",
-        "tests/checkpoint/test_hooks.py::"
-        "test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them[FileSystemReader-_slice_file]",
+        "unused-changes-of-subclasses-are-accepted",
+        "a subclass's changes to torch's classes take effect, or are refused",
+        "src/tensorferry/checkpoint/storage/torch_classes.py",
+        '!= "torch"]',
+        '== ""]',
+        "tests/checkpoint/test_subclasses.py::"
+        "test_methods_of_a_subclass_are_called_as_in_torchs_class_or_refused[FileSystemReader-_slice_file]",
+    ),
+    _mutant(
+        "a-call-goes-on-with-the-state-of-the-last-one",
+        "each save goes to the folder of its own call",
+        "src/tensorferry/checkpoint/storage/writer.py",
+        "        folder = self._begin_call().folder",
+        "        folder = self._current_call().folder",
+        "tests/checkpoint/test_between_hooks.py::"
+        "test_any_sequence_of_saves_and_loads_leaves_what_the_model_has",
+    ),
+    _mutant(
+        "a-relative-path-is-resolved-by-the-thread-that-saves",
+        "each save goes to the folder of its own call",
+        "src/tensorferry/checkpoint/storage/calls.py",
+        "            directory = claim.directory",
+        "            pass",
+        "tests/checkpoint/test_between_hooks.py::"
+        "test_a_save_in_the_background_goes_where_its_call_said",
     ),
     _mutant(
         "ctrl-c-cancels-nothing",
@@ -891,7 +909,7 @@ MUTANTS = [
         "leftovers-are-never-removed",
         "the remains of a killed save are removed before the next one",
         "src/tensorferry/checkpoint/storage/writer.py",
-        "                commit.remove_leftovers(save.directory, rank=self._single_rank())\n",
+        "                commit.remove_leftovers(call.folder, rank=rank)\n",
         "                pass\n",
         "tests/checkpoint/test_writer.py::test_leftovers_of_a_killed_save_make_room_before_the_next_one",
     ),
@@ -918,7 +936,7 @@ MUTANTS = [
         "src/tensorferry/checkpoint/storage/writer.py",
         "            file.wait_until_copied()\n    length",
         "            pass\n    length",
-        "tests/checkpoint/test_hooks.py::"
+        "tests/checkpoint/test_subclasses.py::"
         "test_a_planner_that_fills_one_buffer_again_and_again_saves_each_tensor",
     ),
     _mutant(
@@ -942,25 +960,17 @@ MUTANTS = [
         "a planner that acts when an item is committed gets the items one after the other, as"
         " from torch's reader",
         "src/tensorferry/checkpoint/storage/reader.py",
-        "        if self._one_by_one:\n",
-        "        if False:\n",
+        "        if not self._acts_on_commit():\n",
+        "        if True:\n",
         "tests/checkpoint/test_reader.py::"
         "test_an_item_is_committed_before_the_planner_is_asked_for_the_next_one[shape0]",
     ),
     _mutant(
-        "any-hash-is-taken",
-        "reading a checkpoint runs no code chosen by the file, and changes nothing in the process",
-        "csrc/pickle/screen.cpp",
-        "stack_[key].count > max_key_values) return false;",
-        "false) return false;",
-        "tests/checkpoint/test_metadata.py::test_what_could_crash_pythons_unpickler_is_not_given_to_it",
-    ),
-    _mutant(
         "unknown-names-are-imported",
         "reading a checkpoint runs no code chosen by the file, and changes nothing in the process",
-        "src/tensorferry/checkpoint/zipformat/pickles.py",
-        "        return trusted[full_name]\n    raise RefusedError(full_name)\n",
-        "        return trusted[full_name]\n    return Constructor(full_name, getattr(__import__(module), name))\n",
+        "src/tensorferry/checkpoint/zipformat/unpickling.py",
+        '            raise RefusedError(f"{module}.{name}")\n',
+        "            return super().find_class(module, name)\n",
         "tests/checkpoint/test_hostile.py::test_hostile_metadata_does_nothing[eval]",
     ),
     _mutant(
@@ -1177,7 +1187,7 @@ MUTANTS = [
     ),
     _mutant(
         "links-protect-nothing",
-        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "a checkpoint is removed only when a newer one is complete and has been read back, and never while a link "
         "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/folder.py",
         "        links = self._links() if removable else []",
@@ -1186,7 +1196,7 @@ MUTANTS = [
     ),
     _mutant(
         "what-is-loaded-is-removed",
-        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "a checkpoint is removed only when a newer one is complete and has been read back, and never while a link "
         "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/folder.py",
         "            if is_unread and (alone",
@@ -1213,9 +1223,35 @@ MUTANTS = [
         "tidying-removes-what-counts",
         _MIRRORED,
         "src/tensorferry/checkpoint/mirror/bucket.py",
-        "going = listed.difference(names_in(found[0]) if found else ())",
-        "going = listed",
+        "for name in names.keys() - named",
+        "for name in names.keys()",
         "tests/checkpoint/test_mirror.py::test_what_is_in_the_bucket_is_what_is_on_the_drive",
+    ),
+    _mutant(
+        "what-the-drive-has-damaged-is-mirrored",
+        _MIRRORED,
+        "src/tensorferry/checkpoint/mirror/uploading.py",
+        "if is_whole and crc != stored.crcs[number]:",
+        "if False:",
+        "tests/checkpoint/test_mirror.py::"
+        "test_what_the_drive_has_damaged_is_not_uploaded_and_older_ones_stay[flip]",
+    ),
+    _mutant(
+        "old-checkpoints-go-before-the-new-one-is-read-back",
+        "a checkpoint is removed only when a newer one is complete and has been read back, and never "
+        "while a link leads to it, a save writes there, or it is being loaded",
+        "src/tensorferry/checkpoint/manager.py",
+        "        contents.verify_file(name)\n",
+        "        pass\n",
+        "tests/checkpoint/test_manager.py::test_nothing_is_removed_for_a_checkpoint_that_the_drive_has_damaged",
+    ),
+    _mutant(
+        "values-of-ranks-are-not-compared",
+        "values that ranks save under one name are not lost silently",
+        "src/tensorferry/checkpoint/storage/rank_values.py",
+        "if len(found) > 1}",
+        "if not found}",
+        "tests/checkpoint/test_rank_values.py::test_ranks_that_save_different_values_under_one_name_say_so",
     ),
     _mutant(
         "mirrors-outlive-their-training",
@@ -1261,7 +1297,7 @@ MUTANTS = [
     ),
     _mutant(
         "newer-checkpoints-are-counted",
-        "a checkpoint is removed only when a newer one is complete, and never while a link "
+        "a checkpoint is removed only when a newer one is complete and has been read back, and never while a link "
         "leads to it, a save writes there, or it is being loaded",
         "src/tensorferry/checkpoint/steps.py",
         "    older = sorted(each for each in steps if each < step)",
@@ -1328,8 +1364,8 @@ MUTANTS = [
     _mutant(
         "what-is-no-tensor-is-left-out",
         "a conversion loses nothing silently",
-        "src/tensorferry/checkpoint/tools/trees.py",
-        "            others += _lost_names(name, value, depth, path, is_traversed=is_traversed)\n",
+        "src/tensorferry/checkpoint/tools/archives.py",
+        "            others.append(name or _ITSELF)\n",
         "            pass\n",
         "tests/checkpoint/test_convert.py::test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out",
     ),

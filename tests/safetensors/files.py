@@ -80,7 +80,8 @@ def assert_readers_agree(directory: pathlib.Path, state: Mapping[str, torch.Tens
 
         filled = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         load(filled, storage_reader=HuggingFaceStorageReader(directory), no_dist=True)
-        convert(directory, directory.parent / "converted.safetensors")
+        convert(directory, directory.parent / "converted")
+        convert(directory.parent / "converted", directory.parent / "converted.safetensors")
         several += [
             filled,
             safetensors.torch.load_file(directory.parent / "converted.safetensors"),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.huggingface import (
         HuggingFaceStorageWriter as HuggingFaceStorageWriter,
     )
+    from tensorferry.checkpoint.storage.metadata import (
+        add_safe_metadata_globals as add_safe_metadata_globals,
+    )
     from tensorferry.checkpoint.storage.quantized import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
@@ -47,6 +50,7 @@ _MODULES = {
     "MirrorError": "errors",
     "QuantizedHuggingFaceStorageReader": "storage.quantized",
     "Stager": "staging",
+    "add_safe_metadata_globals": "storage.metadata",
     "install": "storage.default",
     "installed": "storage.default",
     "load": "objects.save_load",

@@ -29,10 +29,12 @@ from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import absolute_path, integer
 from tensorferry.base.ranks import Ranks, first_rank_error
 from tensorferry.base.reprs import safe_repr
-from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, MirrorError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
-from tensorferry.checkpoint.storage import plain_objects
+from tensorferry.checkpoint.storage import rank_values, safe_objects
+from tensorferry.checkpoint.storage.contents import Contents
+from tensorferry.checkpoint.storage.metadata import file_checksums
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from obstore.store import ObjectStore
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from tensorferry.checkpoint.mirror.mirror import Mirror
     from tensorferry.checkpoint.storage.savers import Saver
@@ -79,7 +82,7 @@ class Checkpoints:
     mirror_keep_last : int, optional
         As ``keep_last``, for the bucket; ``keep_every`` applies to the bucket, too.
     mirror_bytes_per_second : int, optional
-        The maximum upload rate of each rank.
+        The maximum upload rate.
     trust_pickle : bool
         As for :class:`FileSystemReader`.
     process_group : ProcessGroup, optional
@@ -135,6 +138,8 @@ class Checkpoints:
                 keep_every=keep_every,
                 rate=mirror_bytes_per_second,
             )
+        # Whether wait() has raised that the last save is not in the mirror.
+        self._has_raised_of_mirror = False
         # The steps of the checkpoints that the last restore() found to be damaged, on the drive and in the mirror.
         self._damaged: set[int] = set()
         self._damaged_in_mirror: set[int] = set()
@@ -220,8 +225,10 @@ class Checkpoints:
             self._wait_for_save()
             self._warn_of_mirror()
             ranks, running = self._ranks(), _RunningSave(step)
+            self._has_raised_of_mirror = False
             replace = overwrite or (self._restored is not None and step > self._restored)
             copies: dict[str, Any] = {}
+            own: list[dict[str, rank_values.Description]] = []
 
             def prepare() -> int:
                 if ranks.is_first:
@@ -232,9 +239,11 @@ class Checkpoints:
             def copy() -> None:
                 plain = _with_state_dicts(state)
                 if not self._trust_pickle:
-                    plain_objects.warn_of_refusals(
-                        dict(plain_objects.refusals_in(plain)), "restore()"
+                    safe_objects.warn_of_refusals(
+                        dict(safe_objects.refusals_in(plain)), "restore()"
                     )
+                if ranks.group is not None:
+                    own.append(rank_values.describe(flatten_state_dict(plain)[0]))
                 copies["state"] = plain if wait else self._stager.stage(plain)
 
             try:
@@ -242,6 +251,9 @@ class Checkpoints:
                 if len(steps := set(ranks.call(prepare))) > 1:
                     raise ValueError(f"step: ranks save different steps: {sorted(steps)}")
                 ranks.call(copy)
+                # Compare one number first: the descriptions are larger, and most trainings have equal ones.
+                if own and len(set(ranks.call(lambda: rank_values.checksum(own[0])))) > 1:
+                    rank_values.compare(ranks.call(lambda: own[0]))
             except BaseException:
                 running.end()
                 raise
@@ -271,12 +283,14 @@ class Checkpoints:
                 ranks = self._ranks()
 
                 def is_mirrored() -> bool:
-                    # Only the first rank waits: it reports the save as mirrored when all ranks have uploaded. The
-                    # other ranks raise the error of their own last upload, if it has failed.
-                    return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
+                    return not ranks.is_first or mirror.wait(_WAIT_SECONDS)
 
-                while not ranks.call(is_mirrored)[0]:
-                    pass
+                try:
+                    while not ranks.call(is_mirrored)[0]:
+                        pass
+                except MirrorError:
+                    self._has_raised_of_mirror = True
+                    raise
             self._warn_of_mirror()
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
@@ -346,12 +360,16 @@ class Checkpoints:
         ) from next(iter(failed.values()))
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does, also for the mirror, and free the memory for copies. A later save allocates it."""
-        self._close(mirrored=self._mirror is not None)
+        """Wait as :meth:`wait` does, also for the mirror, and free the memory for copies. A later save allocates it.
+
+        A failure of the mirror that :meth:`wait` has raised is not raised again.
+        """
+        self._close(mirrored=True)
 
     def _close(self, *, mirrored: bool) -> None:
         try:
-            self.wait(mirrored=mirrored)
+            has_mirror = self._mirror is not None
+            self.wait(mirrored=mirrored and has_mirror and not self._has_raised_of_mirror)
         finally:
             if self._mirror is not None:
                 self._mirror.close()
@@ -368,7 +386,7 @@ class Checkpoints:
         self, kind: object, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         try:
-            self._close(mirrored=self._mirror is not None and error is None)
+            self._close(mirrored=error is None)
         except Exception as failure:
             if error is None:
                 raise
@@ -445,30 +463,43 @@ class Checkpoints:
         if ranks.is_first:
             running.problems += folder.remove()  # the save may need the space
         writer = FileSystemWriter(folder.path(step), overwrite=True)
-        writer._warns_of_refusals = False  # save() has already warned
+        writer._warns_of_refusals = writer._compares_ranks = False  # save() has already done it
         with first_rank_error(_is_damage):
-            save(
+            metadata: Metadata = save(
                 state,
                 storage_writer=writer,
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
         self._damaged.discard(step)
-        if self._mirror is not None:
-            damaged = sorted(self._damaged_in_mirror - {step})
-            path = folder.path(step)
-            self._mirror.send(ranks.rank, step, path, replace=replaces, damaged=damaged)
-        if not ranks.is_first:
+        if ranks.is_first:
+            if self._mirror is not None:
+                damaged = sorted(self._damaged_in_mirror - {step})
+                self._mirror.send(step, folder.path(step), replace=replaces, damaged=damaged)
+            with running.collecting_problems():
+                folder.end(step)
+        if self._keep_last is None:
             return
-        try:
-            folder.end(step)
-            if self._keep_last is not None:
-                removable = folder.superfluous(
-                    step, self._keep_last, self._keep_every, self._damaged
-                )
-                running.problems += folder.remove(removable)
-        except OSError as error:
-            running.problems.append(error)
+        gone: list[Path] = []
+
+        def choose() -> bool:
+            if ranks.is_first:
+                with running.collecting_problems():
+                    assert self._keep_last is not None
+                    gone.extend(
+                        folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
+                    )
+            return bool(gone)
+
+        # Nothing goes before the new checkpoint has been read back and compared with its checksums.
+        if ranks.call(choose)[0]:
+            try:
+                ranks.call(lambda: _verify_share(folder.path(step), metadata, ranks))
+            except BaseException as error:
+                if _is_damage(error):
+                    self._damaged.add(step)
+                raise
+            running.problems += folder.remove(gone) if ranks.is_first else []
 
     def _choose(
         self, ranks: Ranks, step: int | None, failed: dict[tuple[int, bool], BaseException]
@@ -529,7 +560,7 @@ class Checkpoints:
         def read() -> set[tuple[str, ...]]:
             # load() replaces the values in `plain`, so determine before it which entries they request.
             requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
-            with first_rank_error(_is_damage):
+            with reader.holding_folder(), first_rank_error(_is_damage):
                 load(
                     plain,
                     storage_reader=reader,
@@ -538,10 +569,8 @@ class Checkpoints:
                 )
             return requested
 
-        try:
-            requested = set().union(*ranks.call(read))
-        finally:
-            reader._release_folder()
+        # Hold the folder from before the metadata is read: the first rank may remove no checkpoint that others load.
+        requested = set().union(*ranks.call(read))
         if not ranks.is_first:
             return
         paths = getattr(reader._metadata, "planner_data", None)
@@ -591,10 +620,26 @@ class _RunningSave(threading.Thread):
             self.end()
             self.done.set()
 
+    @contextlib.contextmanager
+    def collecting_problems(self) -> Iterator[None]:
+        """Keep an error of the file system, which does not fail the save."""
+        try:
+            yield
+        except OSError as error:
+            self.problems.append(error)
+
     def end(self) -> None:
         """Release the locks that mark the save as alive."""
         if self.saver is not None:
             self.saver.leave()
+
+
+def _verify_share(folder: Path, metadata: Metadata, ranks: Ranks) -> None:
+    """Read this rank's share of a new checkpoint's files, and compare them with the checksums in the metadata."""
+    contents = Contents(folder, metadata)
+    size = 1 if ranks.group is None else dist.get_world_size(ranks.group)
+    for name in sorted(file_checksums(metadata))[ranks.rank :: size]:
+        contents.verify_file(name)
 
 
 def _is_damage(error: BaseException) -> bool:

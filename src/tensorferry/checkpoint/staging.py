@@ -1,40 +1,37 @@
 """Staging for asynchronous saves: a copy of the state, in reused memory, that training cannot change.
 
-All tensors of a state, in any containers and objects, are copied into one *image*: a block of memory on huge pages. The
-first save allocates it and later saves reuse it, so only the copy itself blocks training; threads copy in parallel,
-without the GIL. Everything else is copied by copy.deepcopy(), which gets the copied tensors through its memo. As with
-torch's stager, copies of tensors that share memory share memory, too, and copies keep strides and attributes.
+The tensors of a state, in dicts, lists and the other containers that torch's pytree knows, are copied into one *image*:
+a block of memory on huge pages. The first save allocates it and later saves reuse it, so only the copy itself blocks
+training; threads copy in parallel, without the GIL. Everything else is copied by copy.deepcopy(), which gets the copied
+tensors through its memo. Copies of tensors that share memory share memory, too.
 
-An image is in use until the copy that stage() returned has been freed. If stage() is called again before that, it
-allocates a second image. It never allocates a third, but waits. While it waits it collects garbage, because torch
-leaves staged states in reference cycles (torch up to 2.9 after each save, later versions after failed saves).
-
-The traceback of a failed save's exception refers to the staged state, and a caller may keep the exception for long. So
-once the thread of a save has ended, its image no longer counts as one of the two. It is freed with the exception.
+torch passes the copy to a thread or process that saves it. That thread must know two things of the call that made the
+copy: to which directory relative paths of the call refer, and which image is free once the state is saved. So the copy
+is a :class:`StagedState`. torch's save() iterates over it in the thread that saves, which thereby claims it.
 """
 
 from __future__ import annotations
 
-import abc
-import bisect
 import contextlib
 import copy
-import copyreg
 import ctypes
 import gc
 import itertools
 import os
-import pickle
+import sys
 import threading
 import time
-import types
 import weakref
+from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.utils._pytree import tree_leaves
 
 from tensorferry import _core
 from tensorferry.base.reprs import safe_repr
@@ -42,22 +39,15 @@ from tensorferry.checkpoint.garbage import collection_paused
 from tensorferry.transfer.arrays import check_storage, is_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _MAX_IMAGES = 2
-# record_saver() looks for a staged tensor among this many tensors of a state: one is enough, and a state that no stager
-# has made is not searched completely.
-_MAX_LOOKED_AT = 64
 # The maximum time to wait for an earlier save; torch's process groups have the same timeout.
 _MAX_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.005
-# While _take_image() waits, it collects garbage: first at this interval, then at growing ones up to the maximum.
-_FIRST_SEARCH_SECONDS = 0.1
-_MAX_SEARCH_SECONDS = 10.0
 _MAX_THREADS = 16
-_SHARED_MEMORY = "/dev/shm"
 _PIECE_NBYTES = 8 << 20  # the size that a thread copies at a time
-# Large tensors are aligned to pages.
+# Regions of at least a page begin at a page, others at a multiple that is enough for any dtype.
 _PAGE_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
 _MAX_ITEM_NBYTES = 16  # of complex128, the largest dtype
@@ -65,21 +55,81 @@ _MAX_ITEM_NBYTES = 16  # of complex128, the largest dtype
 _SMALL_NBYTES = 64 << 10
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
+# Numbers the moments at which states are staged, and at which writers get other folders.
+moments = itertools.count(1)
 
-_all_images: weakref.WeakSet[_Block] = weakref.WeakSet()
+
+class StagedState(dict[str, Any]):
+    """The copy of a state.
+
+    Attributes
+    ----------
+    directory : str or None
+        The working directory at the time of the call; None if that directory has been removed.
+    moment : int
+        The number of that time, from :data:`moments`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory: str | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.directory = os.getcwd()  # noqa: PTH109 (as in checks.absolute_path)
+        self.moment = next(moments)
+        self._caller = os.getpid(), threading.get_ident()
+        self._free: Callable[[], None] = _nothing_to_free
+
+    def items(self) -> Any:
+        """Return the items. If torch's save() asks for them, in another thread than the caller's, claim the state."""
+        is_saved = sys._getframe(1).f_globals.get("__name__") == state_dict_saver.__name__
+        is_new = getattr(current_claim(), "moment", None) != self.moment
+        if is_saved and is_new and self._caller != (os.getpid(), threading.get_ident()):
+            _claims.current = Claim(self.directory, self.moment, self._free)
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        # Files get a dict that torch.load() accepts.
+        return OrderedDict, (), None, None, iter(dict(self).items())
 
 
-def record_saver(tensors: Iterable[Any]) -> None:
-    """Record that the current thread saves these tensors, which a stager may have made."""
-    images = tuple(_all_images)
-    parts = (getattr(each, "_local_tensor", each) for each in tensors) if images else ()
-    plain = (each for each in parts if isinstance(each, torch.Tensor) and is_dense(each))
-    # All tensors of a staged state are in the same image, so one of them is enough to find it.
-    for tensor in itertools.islice((each for each in plain if each.is_cpu), _MAX_LOOKED_AT):
-        for image in images:
-            if tensor.numel() and image.holds(tensor.data_ptr()):
-                image.saver = threading.current_thread()
-                return
+class Claim:
+    """The use of a staged state by the thread that saves it; once that is over, the state's image is free.
+
+    It is over when the writer drops the claim, when the thread begins to save something else, and when the thread ends.
+    """
+
+    def __init__(self, directory: str | None, moment: int, free: Callable[[], None]) -> None:
+        self.directory, self.moment = directory, moment
+        weakref.finalize(self, free).atexit = False
+
+
+_claims = threading.local()
+
+
+def current_claim() -> Claim | None:
+    """Return the claim of the current thread, or None."""
+    claim: Claim | None = getattr(_claims, "current", None)
+    return claim
+
+
+def take_claim() -> Claim | None:
+    """Return the claim of the current thread, or None; the caller keeps it until the state has been saved."""
+    claim = current_claim()
+    _claims.current = None
+    return claim
+
+
+def _nothing_to_free() -> None:
+    """Do nothing, for a state that has no image."""
+
+
+def _reduce_for_process(staged: StagedState) -> Any:
+    # In another process, which saves the state, the image does not exist.
+    attributes = vars(staged) | {"_free": _nothing_to_free}
+    return StagedState, (), attributes, None, iter(dict(staged).items())
+
+
+ForkingPickler.register(StagedState, _reduce_for_process)
 
 
 class Stager:
@@ -89,9 +139,6 @@ class Stager:
 
     Parameters
     ----------
-    shared : bool
-        Keep images in shared memory (/dev/shm), which avoids another copy on the way to the process of
-        ``AsyncCheckpointerType.PROCESS``.
     overlap : bool
         Return a future from :meth:`stage` immediately, and copy while training continues (torch 2.9 and later). The
         state must not change before ``async_save(...).staging_completion`` is done: wait for it before the next
@@ -101,19 +148,19 @@ class Stager:
     -----
     Without ``overlap`` the state has been copied when :meth:`stage` returns, and may change. A stager holds one image
     (a block of memory) as large as the state, or two images if a save begins while the previous one is still being
-    written. If both images are in use, it waits. :meth:`close` frees the images. Tensors on a GPU are copied to
-    page-locked images.
+    written. If both are in use, it waits. Memory is used again once the state has been saved, even if the copy still
+    exists. :meth:`close` frees the images. Tensors on a GPU are copied to page-locked images; those inside objects that
+    torch's pytree does not know stay on the GPU.
     """
 
     # Tells torch that stage() needs no synchronization: either the copy is complete, or torch waits for the future.
     _synchronize_after_execute = False
 
-    def __init__(self, *, shared: bool = False, overlap: bool = False) -> None:
-        self.shared = shared
+    def __init__(self, *, overlap: bool = False) -> None:
         self.overlap = overlap
-        self._images: list[_Block] = []
+        self._images: list[_Image] = []
         self._lock = threading.Lock()
-        self._copying: Future[dict[str, Any]] | None = None
+        self._copying: Future[StagedState] | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -126,18 +173,19 @@ class Stager:
         Raises
         ------
         MemoryError
-            There is no memory for an image; for shared memory, /dev/shm may be too small.
+            There is no memory for an image.
         TimeoutError
             Two earlier states are still in use after half an hour.
         """
+        staged = StagedState()
         if not self.overlap:
-            return self._stage(state_dict)
+            return self._fill(staged, state_dict)
         self.synchronize_staging()  # wait for an earlier copy: only one state is copied at a time
-        copying: Future[dict[str, Any]] = Future()
+        copying: Future[StagedState] = Future()
 
         def work() -> None:
             try:
-                copying.set_result(self._stage(state_dict))
+                copying.set_result(self._fill(staged, state_dict))
             except BaseException as error:
                 copying.set_exception(error)
 
@@ -149,13 +197,14 @@ class Stager:
         return copying
 
     @torch.no_grad()
-    def _stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        plan = _Plan(state_dict)
+    def _fill(self, staged: StagedState, state: dict[str, Any]) -> StagedState:
+        plan = _Plan(state)
         image = self._take_image(plan.nbytes)
         try:
             if plan.has_accelerator_tensors:
                 image.lock_pages()
-            staged: dict[str, Any] = plan.copy_state(state_dict, image)
+            staged.update(plan.copy_state(state, image))
+            staged._free = image.end_use()
         finally:
             image.reserved = False
         return staged
@@ -174,68 +223,47 @@ class Stager:
     @safe_repr
     def __repr__(self) -> str:
         images = ", ".join(f"{image.nbytes} bytes" for image in tuple(self._images)) or "none"
-        given = f"shared={self.shared}, overlap={self.overlap}"
-        return f"<tensorferry.checkpoint.Stager {given}: images of {images}>"
+        return f"<tensorferry.checkpoint.Stager overlap={self.overlap}: images of {images}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"shared": self.shared, "overlap": self.overlap}
+        return {"overlap": self.overlap}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _take_image(self, nbytes: int) -> _Block:
+    def _take_image(self, nbytes: int) -> _Image:
         """Wait until an image is free; reserve it, and return it."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
-        next_search = 0.0
-        interval_seconds = _FIRST_SEARCH_SECONDS
+        if sum(image.in_use() for image in tuple(self._images)) == _MAX_IMAGES:
+            gc.collect()  # frees states that are in use only by reference cycles
         while True:
-            in_use = any(image.in_use() for image in tuple(self._images))
-            if in_use and (begin := time.monotonic()) >= next_search:
-                gc.collect()
-                took_seconds = time.monotonic() - begin
-                # A collection holds the GIL: spend at most about a tenth of the time on it.
-                interval_seconds = max(
-                    min(2 * interval_seconds, _MAX_SEARCH_SECONDS), 10 * took_seconds
-                )
-                next_search = begin + took_seconds + interval_seconds
             with self._lock:
-                image = self._free_image(nbytes)
+                # Drop free images that are too small before another one is allocated.
+                self._images = [i for i in self._images if i.in_use() or i.nbytes >= nbytes]
+                image = next((i for i in self._images if not i.in_use()), None)
+                if image is None and len(self._images) < _MAX_IMAGES:
+                    image = _Image(nbytes)
+                    self._images.append(image)
                 if image is not None:
-                    image.reserved, image.saver = True, None
+                    image.reserved = True
                     return image
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: "
-                    "is a save stuck, or does something keep the return value of stage() or a failed save's exception?"
+                    f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: is a save "
+                    "stuck, or does something keep the return value of stage()?"
                 )
             time.sleep(_POLL_SECONDS)
-
-    def _free_image(self, nbytes: int) -> _Block | None:
-        """Return a free image, or a new one if the limit is not reached; otherwise None."""
-        # A save is over when its thread has ended. Only the save's exception can then still refer to the state, so its
-        # image no longer counts towards the limit.
-        self._images = [i for i in self._images if not (i.in_use() and i.is_saved())]
-        free = [image for image in self._images if not image.in_use()]
-        # Drop free images that are too small before allocating a new one.
-        self._images = [i for i in self._images if i not in free or i.nbytes >= nbytes]
-        image = next((i for i in free if i.nbytes >= nbytes), None)
-        if image is None and len(self._images) < _MAX_IMAGES:
-            del free
-            image = (_SharedImage if self.shared else _PrivateImage)(nbytes)
-            self._images.append(image)
-            # Only a complete image may be in this set, because other threads call methods of all images in it.
-            _all_images.add(image)
-        return image
 
 
 @dataclass
 class _Region:
-    """A range of a storage that is copied as a unit, so that overlapping tensors also overlap in the image."""
+    """The range of a storage that the tensors of a state use, which is copied as a unit."""
 
     storage: torch.UntypedStorage
     begin: int  # in the storage
     end: int
     offset: int = 0  # in the image
+    copied: torch.UntypedStorage | None = None
 
 
 class _Plan:
@@ -245,113 +273,90 @@ class _Plan:
     def __init__(self, state: object) -> None:
         self.nbytes = 0
         self.has_accelerator_tensors = False
-        self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, sorted by offset
-        # For each region, by its id: the storage in the image that the copies of all tensors of the region share, and
-        # the region's offset there. A storage has one region, at offset 0; in a shared image it has all regions.
-        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        finder = _Finder()
-        finder.dump(state)
-        self._tensors = finder.tensors
+        self._regions: dict[tuple[object, ...], _Region] = {}  # by storage
+        leaves = tree_leaves(state)
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # For each tensor, a function that makes its copy. The copy of a tensor in a region only refers to the region's
         # memory in the image; _copy_all() copies the elements there.
         self._recipes = [self._recipe(tensor) for tensor in self._tensors]
-        for regions in self._regions.values():
-            if len(regions) > 1:
-                regions[:] = _merge_overlapping(regions)
-            for region in regions:
-                region.offset = self._reserve(region.end - region.begin)
+        for region in self._regions.values():
+            # A tensor begins at a multiple of its item size in the storage. If the region begins at a multiple of the
+            # largest item size, this is true in the image as well.
+            region.begin -= region.begin % _MAX_ITEM_NBYTES
+            nbytes = region.end - region.begin
+            alignment = _PAGE_NBYTES if nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
+            region.offset = -(-self.nbytes // alignment) * alignment
+            self.nbytes = region.offset + nbytes
 
     @collection_paused()
-    def copy_state(self, state: Any, image: _Block) -> Any:
+    def copy_state(self, state: Any, image: _Image) -> Any:
         """Return a copy of the state with its tensors in an image."""
-        for regions in self._regions.values():
-            for region in regions:
-                nbytes = region.end - region.begin
-                self._storages[id(region)] = image.storage(region.offset, nbytes)
-        copies = [recipe(image) for recipe in self._recipes]
-        self._recipes.clear()  # they refer to this plan, and would keep the image in use
-        self._storages.clear()
-        _copy_all([each for some in self._regions.values() for each in some], image)
+        regions = list(self._regions.values())
+        for region in regions:
+            region.copied = image.storage(region.offset, region.end - region.begin)
+        copies = [recipe() for recipe in self._recipes]
+        _copy_all(regions, image)
         # The memo uses ids, which stay unique because this plan keeps the tensors alive until the end.
-        memo: dict[int, Any] = {
-            id(tensor): copied for tensor, copied in zip(self._tensors, copies, strict=True)
-        }
+        memo: dict[int, Any] = dict(zip(map(id, self._tensors), copies, strict=True))
         for tensor, copied in zip(self._tensors, copies, strict=True):
             for name, value in _attributes(tensor).items():
-                if name not in _attributes(copied):  # a rebuilt wrapper may already have it
+                if name not in vars(copied):  # a rebuilt wrapper may already have it
                     setattr(copied, name, copy.deepcopy(value, memo))
-        return copy.deepcopy(state, memo)
+        return copy.deepcopy(dict(state), memo)
 
-    def _recipe(self, tensor: Any) -> Callable[[_Block], Any]:
-        """Return a function that makes the copy of a tensor. Its argument is the image, which holds most copies."""
-        if type(tensor) not in _PLAIN_CLASSES and (recipe := self._recipe_of_subclass(tensor)):
-            return recipe
+    def _recipe(self, tensor: Any) -> Callable[[], Any]:
+        if hasattr(tensor, "trigger_wait"):
+            tensor.trigger_wait()  # the result of a collective that may still be running
+        if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
+            return self._recipe_of_wrapper(tensor)
+        if isinstance(tensor, ShardedTensor):  # cpu() may return the tensor itself
+            return lambda: copy.deepcopy(tensor.cpu())
+        if isinstance(tensor, torch.nn.Parameter) and type(tensor) is not torch.nn.Parameter:
+            return lambda: copy.deepcopy(tensor)  # detach() would drop its class
         if tensor.is_meta:
-            return lambda _: torch.empty_like(tensor)
+            return lambda: torch.empty_like(tensor)
         # These are copied outside of the image: sparse, quantized and similar tensors, and conjugate and negative
         # views, which would lose their flag on the way to another process.
         if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
-            return lambda _: _as_kind_of(tensor.detach().to("cpu", copy=True), tensor)
+            return lambda: _as_kind_of(tensor.detach().to("cpu", copy=True), tensor)
         if tensor.numel() == 0:
-            return lambda _: _as_kind_of(torch.empty_like(tensor, device="cpu"), tensor)
+            return lambda: _as_kind_of(torch.empty_like(tensor, device="cpu"), tensor)
         self.has_accelerator_tensors |= not tensor.is_cpu
-        regions, begin = self._add_to_region(tensor)
+        region, begin = self._region_of(tensor)
 
-        def place(_: _Block) -> torch.Tensor:
-            region = regions[0]
-            if len(regions) > 1:
-                region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
-            storage, base = self._storages[id(region)]
-            offset = (base + begin - region.begin) // tensor.element_size()
+        def place() -> torch.Tensor:
+            offset = (begin - region.begin) // tensor.element_size()
+            assert region.copied is not None
             empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            empty.set_(storage, offset, tensor.size(), tensor.stride())
+            empty.set_(region.copied, offset, tensor.size(), tensor.stride())
             return _as_kind_of(empty, tensor)
 
         return place
 
-    def _recipe_of_subclass(self, tensor: Any) -> Callable[[_Block], Any] | None:
-        if hasattr(tensor, "trigger_wait"):
-            tensor.trigger_wait()  # the result of a collective that may still be running
-        if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
-            names, context = tensor.__tensor_flatten__()
-            parts = {name: getattr(tensor, name) for name in names}
-            recipes = {k: self._recipe(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
+    def _recipe_of_wrapper(self, tensor: Any) -> Callable[[], Any]:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        recipes = {k: self._recipe(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
 
-            def rebuild(image: _Block) -> Any:
-                inner = parts | {name: recipe(image) for name, recipe in recipes.items()}
-                make = type(tensor).__tensor_unflatten__
-                return make(inner, context, tensor.size(), tensor.stride())
+        def rebuild() -> Any:
+            inner = parts | {name: recipe() for name, recipe in recipes.items()}
+            make = type(tensor).__tensor_unflatten__
+            return make(inner, context, tensor.size(), tensor.stride())
 
-            return rebuild
-        if isinstance(tensor, ShardedTensor):  # cpu() may return the tensor itself
-            return lambda _: copy.deepcopy(tensor.cpu())
-        return None
+        return rebuild
 
-    def _add_to_region(self, tensor: torch.Tensor) -> tuple[list[_Region], int]:
-        """Add a region for a tensor; return all regions of its storage, and the tensor's offset in the storage.
-
-        The returned list changes later, when the constructor merges regions that overlap.
-        """
+    def _region_of(self, tensor: torch.Tensor) -> tuple[_Region, int]:
+        """Return the region of a tensor's storage, extended to the tensor, and the tensor's offset in the storage."""
         storage, itemsize = tensor.untyped_storage(), tensor.element_size()
         begin = int(tensor.storage_offset()) * itemsize
-        if tensor.is_contiguous():
-            end = begin + tensor.numel() * itemsize
-        else:
-            places = zip(tensor.size(), tensor.stride(), strict=True)
-            end = begin + (1 + sum((size - 1) * stride for size, stride in places)) * itemsize
+        places = zip(tensor.size(), tensor.stride(), strict=True)
+        end = begin + (1 + sum((size - 1) * stride for size, stride in places)) * itemsize
         if end > storage.nbytes():
             check_storage(tensor, "state")
         key = (tensor.device, storage.data_ptr(), storage.nbytes())
-        regions = self._regions.setdefault(key, [])
-        regions.append(_Region(storage, begin, end))
-        return regions, begin
-
-    def _reserve(self, nbytes: int) -> int:
-        """Reserve bytes, and return their offset."""
-        alignment = _PAGE_NBYTES if nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
-        offset = -(-self.nbytes // alignment) * alignment
-        self.nbytes = offset + nbytes
-        return offset
+        region = self._regions.setdefault(key, _Region(storage, begin, end))
+        region.begin, region.end = min(region.begin, begin), max(region.end, end)
+        return region, begin
 
 
 def _as_kind_of(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -363,80 +368,13 @@ def _as_kind_of(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that were set on a tensor, without the inner tensors of a wrapper."""
-    if type(tensor) in _PLAIN_CLASSES:
-        return vars(tensor)
     if isinstance(tensor, ShardedTensor):
         return {}
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts, _ = tensor.__tensor_flatten__()
-        return {name: value for name, value in vars(tensor).items() if name not in parts}
-    slots = (name for name in getattr(type(tensor), "__slots__", ()) if hasattr(tensor, name))
-    return vars(tensor) | {name: getattr(tensor, name) for name in slots}
+    parts, _ = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), None)
+    return {name: value for name, value in vars(tensor).items() if name not in parts}
 
 
-def _merge_overlapping(regions: list[_Region]) -> list[_Region]:
-    """Return regions of a storage in the order of their offsets, with overlapping regions merged."""
-    united: list[_Region] = []
-    for region in sorted(regions, key=lambda one: one.begin):
-        last = united[-1] if united else None
-        if last is None or region.begin >= last.end:
-            united.append(region)
-        elif (region.begin, region.end) != (last.begin, last.end):
-            # A tensor begins at a multiple of its item size in the storage. If the merged region begins at a multiple
-            # of the largest item size, this is true in the image as well, so all elements are aligned there.
-            last.begin -= last.begin % _MAX_ITEM_NBYTES
-            last.end = max(last.end, region.end)
-    return united
-
-
-class _Nowhere:
-    """A file object that discards its data."""
-
-    def write(self, data: bytes) -> int:
-        return len(data)
-
-
-# Types that copy.deepcopy() does not copy.
-_ATOMIC = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property),
-    *(weakref.ref, torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
-
-class _Finder(pickle.Pickler):
-    """Traverses a state as copy.deepcopy() does, and collects the tensors; the pickle itself is discarded.
-
-    It gets the same reduction of each object (``__reduce_ex__()``) as copy.deepcopy(), and traverses the parts of that
-    reduction instead of pickling the object: so classes and functions need not be importable by name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), 4)
-        self.tensors: list[torch.Tensor] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return a reduction that makes the pickler traverse an object's parts."""
-        if value is _nothing:
-            return NotImplemented
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            attributes = _attributes(value)
-            return _nothing, (attributes,) if attributes else ()
-        if isinstance(value, _ATOMIC) or hasattr(value, "__deepcopy__"):
-            return _nothing, ()
-        reduce = copyreg.dispatch_table.get(type(value))
-        parts = reduce(value) if reduce else value.__reduce_ex__(4)
-        if isinstance(parts, str):
-            return _nothing, ()
-        arguments, state, items, pairs = (*parts[1:5], None, None, None)[:4]
-        return _nothing, (arguments, state, tuple(items or ()), tuple(pairs or ()))
-
-
-def _nothing(*_parts: Any) -> None:
-    """Stand in for the constructor of an object."""
-
-
-def _copy_all(regions: list[_Region], image: _Block) -> None:
+def _copy_all(regions: list[_Region], image: _Image) -> None:
     """Copy regions to an image; threads copy host memory without the GIL.
 
     When this returns or raises, no thread and no GPU copies any more, so the memory may be freed or used again.
@@ -458,10 +396,11 @@ def _copy_all(regions: list[_Region], image: _Block) -> None:
                     pieces.append((to + region.offset + at, begin + at, size))
                 continue
             source = _bytes_of(region.storage, region.begin, nbytes)
-            copied = _bytes_of(*image.storage(region.offset, nbytes), nbytes)
+            assert region.copied is not None
             if device.type == "cuda":
                 devices.add(device)
-            copied.copy_(source, non_blocking=image.pages_locked and device.type == "cuda")
+            non_blocking = image.pages_locked and device.type == "cuda"
+            _bytes_of(region.copied, 0, nbytes).copy_(source, non_blocking=non_blocking)
         queue = iter(pieces)
 
         def work() -> None:
@@ -490,7 +429,7 @@ def _bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.T
     return empty.set_(storage, begin, (nbytes,), (1,))
 
 
-class _Block(abc.ABC):
+class _Image:
     """A block of memory for the tensors of a staged state.
 
     Set ``reserved`` once :meth:`in_use` returns False; clear it when the tensors exist. In between it keeps another
@@ -501,28 +440,37 @@ class _Block(abc.ABC):
         self.nbytes = nbytes
         self.reserved = False
         self.pages_locked = False
-        # The thread that saves the current tensors, once it has begun.
-        self.saver: threading.Thread | None = None
+        memory, _ = _core.allocate(max(nbytes, 1), False)
+        self._view = memoryview(memory)
+        # All storages of a staged state refer to one view, so a weak reference to it shows whether any is alive.
+        self._borrowed: weakref.ref[memoryview] | None = None
 
-    @abc.abstractmethod
     def address(self) -> int:
         """Return the address of the block."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._view))
 
-    @abc.abstractmethod
     def in_use(self) -> bool:
-        """Return whether the block is reserved, or a tensor in it is alive."""
+        """Return whether the block is reserved, or has tensors of a state that is not known to be saved."""
+        return self.reserved or (self._borrowed is not None and self._borrowed() is not None)
 
-    @abc.abstractmethod
-    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        """Return a storage with a part of the block, and the offset of that part in the storage."""
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage with a part of the block."""
+        view = self._borrowed() if self._borrowed is not None else None
+        if view is None:
+            view = memoryview(self._view)
+            self._borrowed = weakref.ref(view)
+        part = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+        return part.untyped_storage()
 
-    def is_saved(self) -> bool:
-        """Return whether the save of the current tensors is known to be over."""
-        return not self.reserved and self.saver is not None and not self.saver.is_alive()
+    def end_use(self) -> Callable[[], None]:
+        """Return a function that declares the current tensors unneeded; they may exist, but their memory is free."""
+        current = self._borrowed
 
-    def holds(self, address: int) -> bool:
-        """Return whether an address is inside the block."""
-        return 0 <= address - self.address() < self.nbytes
+        def end() -> None:
+            if self._borrowed is current:
+                self._borrowed = None
+
+        return end
 
     def lock_pages(self) -> None:
         """Lock the block's pages in memory, if there is a GPU, which then copies to them directly."""
@@ -532,62 +480,6 @@ class _Block(abc.ABC):
     def __del__(self) -> None:
         if self.pages_locked:
             _cuda("cudaHostUnregister")(self.address())
-
-
-class _PrivateImage(_Block):
-    """Private memory of this process, on huge pages."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        memory, _ = _core.allocate(max(nbytes, 1), False)
-        self._view = memoryview(memory)
-        self._borrow: weakref.ref[memoryview] | None = None
-
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._view))
-
-    def in_use(self) -> bool:
-        return self.reserved or (self._borrow is not None and self._borrow() is not None)
-
-    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        # All storages refer to this view, so a weak reference to it shows whether any storage is alive. Each storage
-        # has only the bytes of its region.
-        view = self._borrow() if self._borrow is not None else None
-        if view is None:
-            view = memoryview(self._view)
-            self._borrow = weakref.ref(view)
-        part = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
-        return part.untyped_storage(), 0
-
-
-class _SharedImage(_Block):
-    """One shared storage; processes pass its file descriptor to each other."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        status = os.statvfs(_SHARED_MEMORY)
-        free_nbytes = status.f_bavail * status.f_frsize
-        if nbytes > free_nbytes:
-            raise MemoryError(
-                f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state needs {nbytes} (remedy: enlarge it, "
-                "as by docker's --shm-size, or shared=False)"
-            )
-        storage = torch.UntypedStorage(max(nbytes, 1), device="cpu")  # type: ignore[no-untyped-call]
-        self._storage: torch.UntypedStorage = storage.share_memory_()
-        self._idle_count = self._use_count()
-
-    def address(self) -> int:
-        return self._storage.data_ptr()
-
-    def in_use(self) -> bool:
-        return self.reserved or self._use_count() > self._idle_count
-
-    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:  # noqa: ARG002
-        return self._storage, offset
-
-    def _use_count(self) -> int:
-        """Return how many tensors and other objects refer to the storage."""
-        return torch._C._storage_Use_Count(self._storage._cdata)
 
 
 def _cuda(name: str) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _SHOWN = 50
 # The options and arguments for the parameters of the function convert().
-_NAMES = {"to": "--to", "max_shard_nbytes": "--max-shard", "target": "TARGET"}
+_NAMES = {"max_shard_nbytes": "--max-shard", "target": "TARGET"}
 
 CheckpointPath = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="The folder of a checkpoint, a file of torch.save or NumPy, or a safetensors file, index or folder.",
+        help="The folder of a checkpoint, a file of torch.save, or a safetensors file, index or folder.",
     ),
 ]
 TrustPickle = Annotated[
@@ -59,7 +59,7 @@ def ls(
     as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """List the tensors of a checkpoint, or of files of torch.save, NumPy or safetensors, with dtypes, shapes and sizes.
+    """List the tensors of a checkpoint, or of files of torch.save or safetensors, with dtypes, shapes and sizes.
 
     Reads only metadata. Exit codes: 0 success, 1 the checkpoint is damaged or unreadable, 2 the path does not exist or
     is not a checkpoint.
@@ -83,7 +83,7 @@ def verify(
         typer.Option("--write", help="Write checksums for safetensors files that have none."),
     ] = False,
 ) -> None:
-    """Read all data of a checkpoint, or of a file of torch.save or NumPy, and compare it with its checksums.
+    """Read all data of a checkpoint, or of a file of torch.save, and compare it with its checksums.
 
     Works for checkpoints of tensorferry and of torch. Data without a checksum is listed. For safetensors (a file, an
     index or a folder), headers are validated, and data is compared with the checksums that an earlier --write has
@@ -111,7 +111,7 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="The folder of a checkpoint, a file of torch.save or NumPy, or a safetensors file or folder.",
+            help="The folder of a checkpoint, a file of torch.save, or a safetensors file or folder.",
         ),
     ],
     target: Annotated[
@@ -121,13 +121,6 @@ def convert(
             help="The new folder, or the new file if the name ends in .safetensors.",
         ),
     ],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|dcp|safetensors",
-            help="The new format. auto: dcp if the source is safetensors, otherwise safetensors.",
-        ),
-    ] = "auto",
     max_shard: Annotated[
         str,
         typer.Option(
@@ -143,7 +136,7 @@ def convert(
         bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to safetensors or back, a file of torch.save to either, or a file of NumPy to safetensors.
+    """Convert a checkpoint or a file of torch.save to safetensors, or safetensors to a checkpoint.
 
     Uses about 100 MB of memory, whatever the size. An existing target is replaced once everything is written. Exit
     codes: 0 success, 1 the source is damaged, the target cannot be written, or the new format cannot hold the data, 2
@@ -163,7 +156,6 @@ def convert(
         moved = convert(
             source,
             target,
-            to=cast("Any", to),  # convert() validates it
             max_shard_nbytes=max_shard,
             tensors_only=tensors_only,
             trust_pickle=trust_pickle,

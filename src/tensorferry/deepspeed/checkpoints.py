@@ -53,7 +53,6 @@ from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.checkpoint_engine import utils as engine_utils
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
-from torch.utils._pytree import tree_iter
 
 import tensorferry
 from tensorferry import _core
@@ -61,7 +60,6 @@ from tensorferry.base.ranks import Ranks
 from tensorferry.checkpoint import Stager, load, verify
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.save_load import write_uncommitted
-from tensorferry.checkpoint.staging import record_saver
 from tensorferry.deepnvme.builders import set_attribute
 from tensorferry.transfer.publication import make_directory, sync_directory, sync_file
 
@@ -248,13 +246,12 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         staged = self._save.staged
         if len(staged) == len(self._stagers):
             self._stagers.append(Stager())
-        staged.append((self._stagers[len(staged)].stage(state), path))
+        staged.append((dict(self._stagers[len(staged)].stage(state)), path))
 
     def _write_in_background(self, save: _Save, ended: Future[None]) -> None:
         try:
             while save.staged:
                 state, path = save.staged.pop(0)
-                record_saver(tree_iter(state))
                 save.attempt(functools.partial(save.write, state, path))
                 del state  # release its memory before the next file
             save.end()

@@ -1,58 +1,77 @@
-"""The contents of a mirror's bucket: checkpoints, and records of objects that are being uploaded or removed.
+"""The contents of a mirror's bucket: a folder of objects for each step, as on the drive.
 
-``step_00001000/`` corresponds to the local folder of that name. The data files, whose names no other save used, are
-uploaded first, then ``.metadata``, which makes the folder a checkpoint. Records, in the folder
-``.tensorferry-mirror/step_00001000/ID/``, list the objects that belong to the mirror. The ID of a save is derived from
-its metadata:
+``step_00001000/`` has the data files of a checkpoint, whose names no other save used, and ``.metadata``, which is
+uploaded last and makes the folder a checkpoint. A checkpoint is set aside by giving its ``.metadata`` another name, so
+that readers do not find it.
 
-========================  ==============================================================================
-``rank-0.json``           the first rank uploads the listed objects; other ranks may upload theirs, too
-``rank-N.json``           rank N uploads the listed objects; it rewrites the record periodically
-``manifest.json``         all objects of the save
-``removed.json``          the listed objects are about to be removed
-``metadata``              the ``.metadata`` of a checkpoint that was set aside
-========================  ==============================================================================
-
-A record is written before the objects that it lists. A rank's record is deleted when the save has been committed (its
-``.metadata`` is in the bucket), or when the objects that the record lists have been deleted. So a rank's record that is
-not rewritten any more shows the leftovers of a dead process. Objects that are in no record are never removed
-(:meth:`Bucket.tidy`). A checkpoint is set aside by the removal of its ``.metadata`` alone, so that readers do not find
-it.
+Nothing is recorded besides. Metadata say which data files belong together, and their trailer shows that our writer made
+them. The names of our data files have a token. So an object is removed only as a part of a checkpoint of ours, or if it
+has such a name and no metadata of its folder name it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
 
+from tensorferry._core import crc32
 from tensorferry.checkpoint.steps import name_of, step_of
-from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME
+from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME, TRAILER, TRAILER_NBYTES
+from tensorferry.checkpoint.zipformat.unpickling import Unpickler, inert
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
-    from obstore import ObjectMeta, PutMode, UpdateVersion
+    from obstore import PutMode, UpdateVersion
     from obstore.store import ObjectStore
-
-MANIFEST, REMOVED, SET_ASIDE = "manifest.json", "removed.json", "metadata"
-_RECORDS = ".tensorferry-mirror"
-_RECORD = re.compile(
-    _RECORDS.replace(".", r"\.")
-    + r"/([^/]+)/([0-9a-f]{16})/(rank-\d+\.json|manifest\.json|removed\.json|metadata)"
-)
 
 FAILURES = (obstore.exceptions.BaseError, OSError, ValueError)
 """The exceptions that obstore raises."""
 _SHOWN = 1000  # the number of characters of an error's message that are reported
+_SET_ASIDE = re.compile(r"\.tensorferry-abandoned\.[0-9a-f]{8}")
+_OWN = re.compile(OWN_NAME.decode())
 
-Records = dict[int, dict[str, dict[str, Any]]]
-"""By step and save: the names of the save's records, with the ETag and time of each record."""
+
+class StoredFile(NamedTuple):
+    """A data file, as metadata describe it: its size, and the CRC-32s of its chunks as 32-bit numbers."""
+
+    nbytes: int
+    chunk_nbytes: int
+    crcs: memoryview
+
+
+def files_in(metadata: bytes) -> dict[str, StoredFile]:
+    """Return the data files that metadata of our writer name.
+
+    Raises
+    ------
+    ValueError
+        The metadata are not those of our writer, or are damaged.
+    """
+    if not is_ours(metadata):
+        raise ValueError("the metadata are damaged, or tensorferry has not written them")
+    root = Unpickler(metadata, inert).load()
+    (attributes,) = [each for each in root.parts if isinstance(each, dict)]
+    extras = attributes["tensorferry"]
+    return {
+        name: StoredFile(nbytes, extras["chunk_nbytes"], memoryview(crcs).cast("I"))
+        for name, (nbytes, crcs) in extras["files"].items()
+    }
+
+
+def is_ours(metadata: bytes) -> bool:
+    """Return whether metadata are those that our writer has written."""
+    trailer = TRAILER.fullmatch(metadata[-TRAILER_NBYTES:])
+    return trailer is not None and crc32(metadata[:-TRAILER_NBYTES]) == int(trailer[1], 16)
+
+
+def names_in(metadata: bytes) -> set[str]:
+    """Return the names of our data files in metadata, which have them verbatim."""
+    return {name.decode() for name in re.findall(OWN_NAME, metadata)}
 
 
 class Bucket:
@@ -61,33 +80,52 @@ class Bucket:
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self.store = store
         self._prefix = f"{prefix}/" if prefix else ""
+        # By version of the metadata, whether they are ours.
+        self._ours: dict[tuple[int, Any], bool] = {}
 
-    def key(self, key: str) -> str:
-        """Return an object's full key in the store."""
-        return self._prefix + key
+    def key(self, step: int, name: str = METADATA_NAME) -> str:
+        """Return the key of an object of a step's folder."""
+        return f"{self._prefix}{name_of(step)}/{name}"
 
-    def objects(self, folder: str) -> Iterator[tuple[str, ObjectMeta]]:
-        """Yield the objects of a folder with their keys."""
-        for page in obstore.list(self.store, self.key(folder)):
+    def folders(self) -> dict[int, dict[str, Any]]:
+        """Return the objects of each step's folder: the properties by name."""
+        found: dict[int, dict[str, Any]] = {}
+        for page in obstore.list(self.store, self._prefix or None):
             for each in page:
-                yield each["path"][len(self._prefix) :], each
+                folder, _, name = each["path"][len(self._prefix) :].partition("/")
+                if (step := step_of(folder)) is not None:
+                    found.setdefault(step, {})[name] = each
+        return found
 
-    def read(self, key: str) -> tuple[bytes, UpdateVersion] | None:
+    def folder(self, step: int) -> dict[str, Any]:
+        """Return the objects of a step's folder: the properties by name."""
+        prefix = self.key(step, "")
+        return {
+            each["path"][len(prefix) :]: each
+            for page in obstore.list(self.store, prefix)
+            for each in page
+        }
+
+    def steps(self) -> list[int]:
+        """Return the steps that have checkpoints, in order."""
+        return sorted(step for step, names in self.folders().items() if METADATA_NAME in names)
+
+    def read(self, step: int, name: str = METADATA_NAME) -> tuple[bytes, UpdateVersion] | None:
         """Return an object's contents and version; None if it does not exist."""
         try:
-            found = obstore.get(self.store, self.key(key))
+            found = obstore.get(self.store, self.key(step, name))
         except FileNotFoundError:
             return None
         version: Any = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]}
         return bytes(found.bytes()), version
 
-    def write(self, key: str, content: bytes, mode: PutMode = "overwrite") -> None:
+    def write(self, step: int, name: str, content: bytes, mode: PutMode = "overwrite") -> None:
         """Write a small object."""
-        obstore.put(self.store, self.key(key), content, mode=mode, use_multipart=False)
+        obstore.put(self.store, self.key(step, name), content, mode=mode, use_multipart=False)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, if they exist."""
-        paths = [self.key(each) for each in keys]
+    def delete(self, step: int, names: Iterable[str]) -> None:
+        """Delete objects of a step's folder, if they exist."""
+        paths = [self.key(step, name) for name in names]
         if not paths:
             return
         try:
@@ -98,161 +136,84 @@ class Bucket:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self.store, path)
 
-    def steps(self) -> list[int]:
-        """Return the steps that have checkpoints, in order."""
-        parts = (key.partition("/") for key, _ in self.objects(""))
-        steps = (step_of(folder) for folder, _, name in parts if name == METADATA_NAME)
-        return sorted(step for step in steps if step is not None)
+    def set_aside(self, step: int) -> bool:
+        """Set a checkpoint aside; return False if it is not ours."""
+        found = self.read(step)
+        if found is None:
+            return True
+        content, _ = found
+        if not is_ours(content):
+            return False
+        name = f".tensorferry-abandoned.{crc32(content[:-TRAILER_NBYTES]):08x}"
+        self.write(step, name, content)
+        self.delete(step, [METADATA_NAME])
+        return True
 
-    def records(self, folder: str = "") -> Records:
-        """Return the names of the records of all steps, or of those in one folder of records."""
-        found: Records = {}
-        for key, meta in self.objects(_RECORDS + folder):
-            match = _RECORD.fullmatch(key)
-            if match and (step := step_of(match[1])) is not None:
-                saves = found.setdefault(step, {})
-                saves.setdefault(match[2], {})[match[3]] = (meta["e_tag"], meta["last_modified"])
-        return found
-
-    def records_of(self, step: int, save: str) -> dict[str, Any]:
-        """Return the names of the records of one save."""
-        return self.records(f"/{name_of(step)}/{save}").get(step, {}).get(save, {})
-
-    def read_record(self, step: int, save: str, name: str) -> dict[str, Any]:
-        """Return a record's contents; object names that are not those of data files are left out."""
-        found = self.read(_record(step, save, name))
-        try:
-            contents = json.loads(found[0]) if found else {}
-            listed = {
-                str(each): int(nbytes) for each, nbytes in contents.get("objects", {}).items()
-            }
-        except (ValueError, AttributeError, TypeError):  # another program wrote it
-            contents, listed = {}, {}
-        ours = {
-            name: each for name, each in listed.items() if re.fullmatch(OWN_NAME, name.encode())
-        }
-        return {**contents, "objects": ours}
-
-    def write_record(self, step: int, save: str, name: str, **contents: Any) -> None:
-        """Write a record."""
-        self.write(_record(step, save, name), json.dumps(contents).encode())
-
-    def manifests(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield the step and the save of each mirrored checkpoint, and whether it was set aside."""
-        for step, saves in self.records().items():
-            for save, names in saves.items():
-                if MANIFEST in names:
-                    yield step, save, SET_ASIDE in names
-
-    def tidy(self, step: int, own: str = "", alive_since: datetime | None = None) -> bool:
-        """Remove the objects in a step's records, except those of the step's checkpoint and of a checkpoint set aside.
+    def remove_superfluous(
+        self,
+        choose: Callable[[list[int]], Iterable[int]],
+        stays_aside: Callable[[int], bool],
+    ) -> None:
+        """Remove checkpoints of ours.
 
         Parameters
         ----------
-        step : int
-            The step.
-        own : str
-            The save that is being uploaded, which is skipped.
-        alive_since : datetime, optional
-            Saves with a rank's record of this time or later may still be uploaded, and are skipped; None skips every
-            save with a rank's record.
-
-        Returns
-        -------
-        bool
-            Whether no save was skipped because of ``alive_since``.
+        choose : function of a list of steps
+            Gets the steps that have checkpoints of ours, and returns those that are removed.
+        stays_aside : function of a step
+            Returns whether checkpoints of the step that were set aside stay.
         """
-        found, all_settled = self.read(metadata_key(step)), True
-        for save, records in self.records(f"/{name_of(step)}").get(step, {}).items():
-            going = set(records)
-            signed = [at for name, (_, at) in records.items() if name.startswith("rank-")]
-            if found and save == id_of(found[0]):
-                going -= {MANIFEST}
-            elif save == own or (SET_ASIDE in going and REMOVED not in going):
-                continue
-            elif signed and (alive_since is None or max(signed) >= alive_since):
-                all_settled = False
-                continue
-            self.withdraw(step, save, sorted(going))
-        return all_settled
+        folders = self.folders()
+        for step in choose(
+            [step for step, names in folders.items() if self._has_ours(step, names)]
+        ):
+            self._remove(step, METADATA_NAME)
+        for step, names in folders.items():
+            for name in filter(_SET_ASIDE.fullmatch, () if stays_aside(step) else names):
+                self._remove(step, name)
 
-    def abandon(self, step: int, save: str, rank: int) -> None:
-        """Remove the objects that a rank has uploaded, unless the save has been committed."""
-        found = self.read(metadata_key(step))
-        committed = found is not None and id_of(found[0]) == save
-        manifest = [MANIFEST] if rank == 0 and not committed else []
-        self.withdraw(step, save, [rank_record(rank), *manifest])
+    def _has_ours(self, step: int, names: dict[str, Any]) -> bool:
+        if METADATA_NAME not in names:
+            return False
+        version = step, names[METADATA_NAME]["e_tag"]
+        if version not in self._ours:
+            found = self.read(step)
+            self._ours[version] = found is not None and is_ours(found[0])
+        return self._ours[version]
 
-    def withdraw(self, step: int, save: str, names: list[str]) -> None:
-        """Remove the objects in a save's records, except those of the step's checkpoint, and the records themselves.
+    def _remove(self, step: int, name: str) -> None:
+        """Remove a checkpoint, if it is ours: its metadata first, then what no other metadata of the folder name."""
+        found = self.read(step, name)
+        if found is not None and is_ours(found[0]):
+            self.delete(step, [name])
+            self.remove_unnamed(step)
 
-        The first rank's record is deleted last: its absence tells other ranks that the save is committed or abandoned.
+    def remove_unnamed(self, step: int, before: datetime | None = None) -> None:
+        """Remove data files of ours that no metadata in their folder name, if they are older than a time."""
+        names = self.folder(step)
+        named: set[str] = set()
+        for name in names:
+            if name == METADATA_NAME or _SET_ASIDE.fullmatch(name):
+                found = self.read(step, name)
+                named |= names_in(found[0]) if found else set()
+        gone = (
+            name
+            for name in names.keys() - named
+            if _OWN.fullmatch(name) and (before is None or names[name]["last_modified"] < before)
+        )
+        self.delete(step, sorted(gone))
+
+    def remove_leftovers(self, before: datetime, busy: int) -> None:
+        """Remove what uploads and removals have left that ended early, from folders without a checkpoint.
+
+        Leftovers beside a checkpoint go when its step is mirrored again or removed. The step ``busy`` is skipped.
         """
-        found = self.read(metadata_key(step))
-        listed = {
-            each
-            for name in names
-            if name != SET_ASIDE
-            for each in self.read_record(step, save, name)["objects"]
-        }
-        going = listed.difference(names_in(found[0]) if found else ())
-        self.delete(object_key(step, name) for name in sorted(going))
-        first = {rank_record(0)}
-        for records in ({*names} - first, {*names} & first):
-            self.delete(_record(step, save, name) for name in sorted(records))
-
-    def set_aside(self, step: int, save: str) -> None:
-        """Remove a checkpoint's ``.metadata``, and keep its other objects."""
-        found = self.read(metadata_key(step))
-        if found and id_of(found[0]) == save:
-            self.write(_record(step, save, SET_ASIDE), found[0])
-            self.delete([metadata_key(step)])
-
-    def remove(self, step: int, save: str) -> None:
-        """Remove a checkpoint: its ``.metadata`` first, then the other objects."""
-        listed = self.read_record(step, save, MANIFEST)["objects"]
-        self.write_record(step, save, REMOVED, objects=listed)
-        found = self.read(metadata_key(step))
-        if found and id_of(found[0]) == save:
-            self.delete([metadata_key(step)])
-        self.tidy(step)
-
-
-def metadata_key(step: int) -> str:
-    """Return the key of the object that makes a step's folder a checkpoint."""
-    return object_key(step, METADATA_NAME)
-
-
-def object_key(step: int, name: str) -> str:
-    """Return the key of an object of a checkpoint."""
-    return f"{name_of(step)}/{name}"
-
-
-def id_of(metadata: bytes) -> str:
-    """Return a save's ID in records; all ranks can compute it without communication."""
-    return hashlib.md5(metadata, usedforsecurity=False).hexdigest()[:16]
-
-
-def names_in(metadata: bytes) -> list[str]:
-    """Return the names of the data files in metadata."""
-    return sorted({name.decode() for name in re.findall(OWN_NAME, metadata)})
-
-
-def rank_of(name: str) -> int:
-    """Return the rank that wrote a data file."""
-    return int(name[2:].partition("_")[0])
-
-
-def rank_record(rank: int) -> str:
-    """Return the name of a rank's record."""
-    return f"rank-{rank}.json"
+        for step, names in self.folders().items():
+            if step != busy and METADATA_NAME not in names:
+                self.remove_unnamed(step, before)
 
 
 def describe_error(error: BaseException) -> str:
     """Return an exception's message in one line, without the debug output at the end of obstore's messages."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return f"{type(error).__name__}: {text[:_SHOWN]}"
-
-
-def _record(step: int, save: str, name: str) -> str:
-    return f"{_RECORDS}/{name_of(step)}/{save}/{name}"

@@ -1,8 +1,8 @@
 """The training's side of a mirror: starts the process that uploads, receives its messages, and lists the bucket.
 
-Each rank has a mirror with its own process. A job is one checkpoint to mirror: a line of JSON that :meth:`Mirror.send`
-writes to the process, which answers with the job's outcome ("mirrored", "failed", "skipped", ...). "The process" in
-this file is always that one.
+A job is one checkpoint to mirror: a line of JSON that :meth:`Mirror.send` writes to the process, which answers with the
+job's outcome ("mirrored", "failed" or "skipped"). "The process" in this file is always that one. Only the first rank
+sends jobs, and so only it has a process; the mirrors of other ranks list the bucket.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ _END_SECONDS = 15.0
 _PIPE_NBYTES = 1 << 16
 # The beginning of each line that the process sends.
 MESSAGE = b"tensorferry: "
-# A record is an object in the bucket that lists what a rank uploads (:mod:`tensorferry.checkpoint.mirror.bucket`). The
-# first number is how long a rank waits for another rank that does not update its record, before it abandons the save.
-# The second is the age at which a record counts as left by a dead process: the objects that it lists are then removed.
-_PATIENCE_SECONDS, _ALIVE_SECONDS = 300.0, 120.0
+# Objects of this age that belong to no checkpoint were left by a process that has ended.
+_LEFTOVER_SECONDS = 86_400.0
 
 
 class Mirror:
-    """One rank's mirror.
+    """The mirror of a training's checkpoints.
 
     Parameters
     ----------
@@ -56,7 +54,7 @@ class Mirror:
     keep_last, keep_every : int, optional
         The limits for checkpoints in the bucket.
     rate : int, optional
-        The maximum upload rate of this rank in bytes per second.
+        The maximum upload rate in bytes per second.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Mirror:
         store = _pickled(self._store)
         self._settings: dict[str, Any] = {"store": store, "prefix": self._prefix, "rate": rate}
         self._settings |= {"keep_last": keep_last, "keep_every": keep_every}
-        self._settings |= {"patience": _PATIENCE_SECONDS, "alive": _ALIVE_SECONDS}
+        self._settings["leftover_age"] = _LEFTOVER_SECONDS
         # The step of the last go_back(), and its number from the sequence that also numbers the jobs. Every job has
         # both until one of these jobs is in the bucket.
         self._back_to: tuple[int, int] | None = None
@@ -82,7 +80,6 @@ class Mirror:
         # The failure of the last job, and whether it has been reported.
         self._failure, self._is_reported = "", True
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_first = True
         self._received, self._last_message_at = b"", 0.0
         # Messages that problems() has not returned yet, except the failure of the last job, which is in _failure.
         self._notes: list[str] = []
@@ -90,17 +87,16 @@ class Mirror:
     def __repr__(self) -> str:
         return self._name
 
-    def send(self, rank: int, step: int, path: Path, *, replace: bool, damaged: list[int]) -> None:
+    def send(self, step: int, path: Path, *, replace: bool, damaged: list[int]) -> None:
         """Start to mirror a checkpoint. Failures are not raised here: problems(), wait() and check() report them."""
         self._notes = self.problems()
-        self._is_first = rank == 0
         job: dict[str, Any] = {"step": step, "replace": replace, "damaged": damaged}
         job |= {"number": next(self._numbers), "back_to": self._back_to}
         job["path"] = os.path.abspath(path)  # noqa: PTH100
         for _ in range(2):  # a process that has ended is replaced once
             try:
                 if self._process is None:
-                    self._start(rank)
+                    self._start()
                 self._write(job)
                 break
             except Exception as error:  # an error of the mirror must not fail the save
@@ -135,20 +131,10 @@ class Mirror:
         self._receive()
         while self._step is not None and (left := deadline - time.monotonic()) > 0:
             self._receive(left)
-        self.check()
-        return self._step is None
-
-    def check(self) -> bool:
-        """Raise MirrorError if this rank's last job has failed; otherwise return True, without waiting for the job."""
-        self._receive()
         if self._failure:
             self._is_reported = True
             raise MirrorError(self._failure)
-        return True
-
-    def unfinished(self) -> int | None:
-        """Return the step of the last job while its outcome is unknown, otherwise None."""
-        return self._step
+        return self._step is None
 
     def steps(self) -> list[int]:
         """Return the steps that have checkpoints in the bucket, in order."""
@@ -168,9 +154,7 @@ class Mirror:
         return self._store, f"{self._prefix}/{name}" if self._prefix else name
 
     def close(self) -> None:
-        """End the process, and with it an unfinished job, which only the first rank reports as a failure."""
-        if not self._is_first:
-            self._step = None
+        """End the process, and with it an unfinished job."""
         self._end("the training ended before")
 
     def detach(self) -> None:
@@ -184,7 +168,7 @@ class Mirror:
         self._process, self._step, self._notes = None, None, []
         self._failure, self._is_reported = "", True
 
-    def _start(self, rank: int) -> None:
+    def _start(self) -> None:
         # Lower the priority first. Pass the program's sys.path, because the program may have changed it.
         program = f"import os, sys; os.nice(19); sys.path[:] = {sys.path!r}\n"
         program += "from tensorferry.checkpoint.mirror.process import main; main()"
@@ -197,7 +181,7 @@ class Mirror:
             start_new_session=True,  # keeps Ctrl-C from reaching the process
         )
         self._received, self._last_message_at = b"", time.monotonic()
-        self._write(self._settings | {"rank": rank, "process": os.getpid()})
+        self._write(self._settings | {"process": os.getpid()})
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process is not None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap as mmap_module
 import os
 import pickle
 import threading
@@ -37,7 +36,6 @@ from tensorferry.checkpoint.zipformat.archive import (
     archive_of,
     bytes_of,
 )
-from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
 from tensorferry.safetensors import header
 from tensorferry.safetensors.errors import SNIFFED_NBYTES, wrong_download
 from tensorferry.transfer.publication import OWN_FILES
@@ -47,7 +45,6 @@ from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import BinaryIO
 
     from tensorferry.base.checks import Path, Readable
     from tensorferry.transfer.replacement import Target
@@ -193,52 +190,13 @@ def load(
             directory = ArchiveDirectory(text, file)
             if directory.foreign:
                 directory.check_all()
-            by_torch = directory.foreign or mmap
-            if weights_only:
-                _screen(text, _pickles_in(directory, torchs if by_torch else None))
-            if not by_torch:
+            if not (directory.foreign or mmap):
                 with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
                     if callable(map_location):
                         options["map_location"] = loading.map_location_with(map_location)
                     return torch.load(loading.path, mmap=True, **options)
-        elif weights_only:
-            with _whole(text, file) as data:
-                # A file of the format before torch 1.6 begins with five pickles, which payloads follow.
-                _screen(text, [data], count=5)
         file.seek(0)
         return torch.load(torchs, mmap=mmap, **options)
-
-
-def _screen(path: str, pickles: list[Any], count: int = 1) -> None:
-    """Refuse pickles that would crash torch.load(weights_only=True)."""
-    try:
-        for pickled in pickles:
-            screen(pickled, count)
-    except MalformedError as error:
-        raise CheckpointError(f"its pickle is damaged ({error})", path) from None
-
-
-def _pickles_in(directory: ArchiveDirectory, torchs: Any) -> list[bytes]:
-    """Return the pickle that torch.load will read.
-
-    ``torchs`` is what torch will read the archive from, if it reads it itself. In a crafted archive it may then find
-    another pickle than Python's zipfile, so its own function finds it here. Without ``torchs``, torch gets a skeleton
-    with the records in the directory that zipfile has read.
-    """
-    if torchs is None:
-        return [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
-    try:
-        return [torch._C.PyTorchFileReader(torchs).get_record("data.pkl")]
-    except RuntimeError:  # torch.load will raise its own error
-        return []
-
-
-def _whole(path: str, file: BinaryIO) -> Any:
-    """Return a context manager of all bytes of a file, mapped if possible."""
-    if is_url(path):
-        file.seek(0)
-        return contextlib.nullcontext(file.read())
-    return mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
 
 
 @contextlib.contextmanager

@@ -34,11 +34,15 @@ from tensorferry.checkpoint.storage.metadata import (
     CHUNK_NBYTES,
     EXTRAS,
     EXTRAS_VERSION,
-    TRAILER_NBYTES,
     metadata_path,
     trailer_of,
 )
-from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME, RANK_METADATA
+from tensorferry.checkpoint.storage.names import (
+    METADATA_NAME,
+    OWN_NAME,
+    RANK_METADATA,
+    TRAILER_NBYTES,
+)
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
 from tensorferry.transfer.publication import (
     TEMPORARY_NAME,

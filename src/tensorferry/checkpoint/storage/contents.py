@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from tensorferry.base.ranges import is_inside
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import collection_paused
-from tensorferry.checkpoint.storage import destinations, plain_objects
+from tensorferry.checkpoint.storage import destinations, safe_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
     data_file,
@@ -36,7 +36,7 @@ from tensorferry.checkpoint.storage.metadata import (
 from tensorferry.checkpoint.storage.names import metadata_files
 from tensorferry.checkpoint.storage.reading import DataFile, Reading, ReadRequest
 from tensorferry.checkpoint.zipformat import blobs
-from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
+from tensorferry.checkpoint.zipformat.unpickling import MalformedError, RefusedError
 from tensorferry.errors import StorageError
 from tensorferry.transfer.remote import as_path
 
@@ -235,22 +235,34 @@ class Contents(ItemLocator):
     def item(self, request: ReadItem) -> Item:
         """Return an item with the location that the metadata gives."""
         info = self._info(request.storage_index)
+        if transforms := getattr(info, "transform_descriptors", None):
+            raise RefusedCheckpointError(
+                f"it was saved through extensions {list(transforms)}, which only torch's own reader "
+                "supports",
+                os.fspath(self._folder),
+                names=(request.storage_index.fqn,),
+            )
         payload = self._payload(request, info) if _is_tensor(request) else None
         return Item(request, info, payload)
 
-    def transformed_items(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
-        """Return the items that were saved through extensions, which torch must undo."""
-        found = []
-        for request in requests:
-            info = self._info(request.storage_index)
-            if getattr(info, "transform_descriptors", None):
-                data_file(self._folder, info.relative_path, trusted=self._trusted)
-                found.append(request)
-        return found
+    def verify_file(
+        self,
+        name: str,
+        damaged: Callable[[CheckpointError], None] | None = None,
+        count: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Verify a data file that has checksums, including the bytes between blobs, and return its size.
 
-    def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
-        """Return how many bytes items occupy in data files."""
-        return sum(self._info(request.storage_index).length for request in requests)
+        ``damaged`` is as for :meth:`open`, and ``count`` is called with the number of bytes that have been read.
+        """
+        file = self.open(name, damaged=damaged)
+        everything = destinations.Memory(destinations.ItemCompletion(file.nbytes, count=count))
+        with Reading() as reading:
+            reading.begin_file(file)
+            if file.nbytes:
+                reading.add(iter([ReadRequest(0, file.nbytes, everything)]))
+            reading.finish()
+        return file.nbytes
 
     def verify(self, requests: Sequence[ReadItem]) -> None:
         """Read the bytes that a plan needs, and verify them.
@@ -296,9 +308,9 @@ class Contents(ItemLocator):
         # damaged.
         kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
-            return io.BytesIO(plain_objects.sanitize_pickle(data.read()))
+            return io.BytesIO(safe_objects.sanitize_pickle(data.read()))
         except RefusedError as error:
-            kind, reason = RefusedCheckpointError, plain_objects.refusal_message(error)
+            kind, reason = RefusedCheckpointError, safe_objects.refusal_message(error)
         except MalformedError as error:
             reason = f"it is not a torch.save object that can be read without trust ({error})"
         path = data_file(self._folder, info.relative_path, trusted=self._trusted)
@@ -320,12 +332,11 @@ class Contents(ItemLocator):
         return f"it has the size {list(payload.sizes)}, but the metadata says {list(chunk.sizes)}"
 
     def check_tensor_blob(self, item: Item, file: DataFile, data: BinaryIO) -> None:
-        """Refuse blobs that would crash torch.load(weights_only=True), or, before torch 2.6, make it run code."""
+        """Refuse TorchScript programs, which torch.load would read in another way."""
         try:
             reader = torch._C.PyTorchFileReader(data)
             if "constants.pkl" in reader.get_all_records():
                 raise MalformedError("a TorchScript program")
-            screen(reader.get_record("data.pkl"))
         except (RuntimeError, MalformedError) as error:
             raise self._damage(
                 f"the file has no tensor of torch.save at this position ({error})", item, file
@@ -365,7 +376,7 @@ class Contents(ItemLocator):
         """Return the location of the elements, if the metadata has it."""
         place = payload_of(info)
         chunk = chunk_of(self._metadata, request.storage_index)
-        if place is None or chunk is None or getattr(info, "transform_descriptors", None):
+        if place is None or chunk is None:
             return None
         entry = self._metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
@@ -381,8 +392,7 @@ class Contents(ItemLocator):
         unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by location of the blob
         for name, items in by_file.items():
             for item in items:
-                transformed = getattr(item.info, "transform_descriptors", None)
-                if item.payload is None and _is_tensor(item.request) and not transformed:
+                if item.payload is None and _is_tensor(item.request):
                     place = item.info.offset, item.info.length
                     unknown.setdefault(name, {}).setdefault(place, []).append(item)
         if not unknown:

@@ -304,6 +304,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements in one range of memory, which other tensors may share."""
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Return a tensor's device, and the range of addresses of its elements there."""
+    places = zip(tensor.size(), tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in places)
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + span * tensor.element_size()
+
+
 def apply_conj_neg(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
     """Return a tensor of a payload's elements with the payload's conjugate and negative bits applied."""
     if payload.conj:

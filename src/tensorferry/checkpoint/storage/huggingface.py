@@ -7,8 +7,7 @@ files (``enable_consolidation``).
 A part is the piece of a tensor that one rank saves, or that one file holds. An index is a JSON file with the name of
 each tensor's file. A :class:`Model` (:mod:`tensorferry.safetensors.sharded`) is a set of new files, written without
 names: ``place()`` gives them their names, ``commit()`` also writes the index and removes the old model's files, and
-``abort()`` discards them. A hook is an attribute of torch's class that a subclass may override and that only torch's
-code uses (:mod:`tensorferry.checkpoint.storage.hooks`).
+``abort()`` discards them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import json
 import math
 import os
 import secrets
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,29 +42,26 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tensorferry.base.checks import absolute_path
 from tensorferry.base.ranks import checked_broadcast
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.garbage import collection_paused
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, hooks, sharing
+from tensorferry.checkpoint.storage import commit, sharing
 from tensorferry.checkpoint.storage.assembly import write_tensors
+from tensorferry.checkpoint.storage.calls import FolderWriter
 from tensorferry.checkpoint.storage.contents import Item, ItemLocator
 from tensorferry.checkpoint.storage.reader import PlanLoad
 from tensorferry.checkpoint.storage.reading import DataFile
-from tensorferry.checkpoint.storage.writer import (
-    Stagings,
-    check_all_written,
-    completed_future,
-    is_state_memory,
-    record_saver_thread,
-)
+from tensorferry.checkpoint.storage.torch_classes import InPlaceOfTorchs
+from tensorferry.checkpoint.storage.writer import completed_future, is_state_memory
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
 from tensorferry.transfer.publication import make_directory
-from tensorferry.transfer.remote import Version, as_path
+from tensorferry.transfer.remote import Version, as_path, source_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -85,13 +80,14 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
     from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
+    from tensorferry.checkpoint.storage.calls import Call
     from tensorferry.safetensors.sources import Stored
 
 _VERSION = "1.0"
 _SHARDED = "sharded"
 
 
-class HuggingFaceStorageWriter(TorchsWriter):
+class HuggingFaceStorageWriter(FolderWriter, InPlaceOfTorchs, TorchsWriter):
     """Saves checkpoints in the safetensors format, as torch's HuggingFaceStorageWriter does.
 
     Files have torch's names and contents. Each file appears only when it is complete, and is durable when the save has
@@ -153,47 +149,20 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "thread_count_consolidation": thread_count_consolidation,
         }
         supported = _supported_arguments(HuggingFaceStorageWriter, TorchsWriter, wanted)
-        path = hooks.first_folder(self, HuggingFaceStorageWriter, path)
+        path = Path(absolute_path(path))
         super().__init__(os.fspath(path), **supported, **options)
         self.last_save: Throughput | None = None
         self._progress = progress
-        self._stagings = Stagings()
-        self._thread_state = threading.local()
-        self.path, self.consolidated_output_path = self._places_in(Path(path))
+        self.path = self._folder_in(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for the next save, to another directory if one is given."""
-        if checkpoint_id and hooks.has_own_files(self):
-            super().reset(checkpoint_id)
-            return
-        place = self._stagings.folder(checkpoint_id)
-        super().reset(place)
-        # Overlapping asynchronous saves share this object but have a thread each, so the places are kept per thread.
-        self._thread_state.places = None
-        if place is not None:
-            vars(self).pop("_url", None)
-            self._thread_state.places = places = self._places_in(place)
-            self.path, self.consolidated_output_path = places
-
-    def stage(self, state_dict: Any) -> Any:
-        """Copy a state for an asynchronous save, as torch's writer does."""
-        staged = super().stage(state_dict)
-        self._stagings.add()
-        return staged
+    def _folder_in(self, path: Path) -> Path:
+        return path / _SHARDED if self.enable_consolidation else path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse objects that the format cannot hold."""
-        hooks.check_folder(self)
-        self._abandon()
+        call = self._begin_call()
         _refuse_objects(plan)
-        if changed := self._overridden_hooks():
-            hooks.warn_torch_code(
-                self,
-                changed,
-                "torch's code saves, and changes existing files without atomic replacement",
-            )
-            return super().prepare_local_plan(plan)
-        make_directory(self._places()[0])
+        make_directory(call.folder)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -206,7 +175,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "several ranks have tensors to save, and without save_distributed=True their files would have the same "
                 "names"
             )
-        self._thread_state.is_coordinator = True
+        call = self._current_call()
+        call.is_coordinator, call.is_alone = True, len(plans) == 1
         count = sum(
             len(self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items))
             for plan in plans
@@ -233,43 +203,42 @@ class HuggingFaceStorageWriter(TorchsWriter):
         """
         self.last_save = None
         _refuse_objects(plan)
-        record_saver_thread(planner)
-        if self._overridden_hooks():
-            return completed_future(
-                check_all_written(super().write_data(plan, planner).wait(), plan)
-            )
+        call, mapping = self._current_call(), self.fqn_to_index_mapping
         # A planner may return a cached plan of another writer's save, in which this is not a dict of ours.
         planned = plan.storage_data
         storage_data: dict[str, Any] = planned if isinstance(planned, dict) else {}
-        mapping = self.fqn_to_index_mapping
         shard = self._shard(storage_data) if self.save_distributed else None
-        # With plan caching, some ranks may get a plan with the ID of an earlier save, and readers would refuse the
-        # files as those of different saves. So do not write any ID then.
-        is_cached = getattr(planner, "_enable_plan_caching", False)
-        save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
         files = self._split_by_storage_plan(mapping, plan.items)
+        if shard is not None and getattr(planner, "_enable_plan_caching", False):
+            # With a cached plan a rank gets the ID of an earlier save, and readers could not tell the two apart.
+            if not call.is_alone:
+                raise ValueError(
+                    "planner: enable_plan_caching=True is not possible with save_distributed=True on several ranks "
+                    "(remedy: a planner without it)"
+                )
+            storage_data = {sources.SAVE: f"{secrets.token_hex(8)}/{len(files)}"}
         total_nbytes = sum(map(_nbytes, plan.items))
         meter = Meter(self._progress, total_nbytes=total_nbytes, total_files=len(files))
         results: list[WriteResult] = []
-        model = Model(self._places()[0], sync=self.sync_files)
+        model = Model(call.folder, sync=self.sync_files)
         try:
             for number, items in files.items():
                 name = file_name(number, highest, shard)
-                own = {}
-                if shard is not None and save is not None:
-                    own = {sources.SAVE: save}
-                elif shard is not None:
-                    sizes = {item.index.fqn: list(_data(item).size) for item in items}
-                    own = {sources.WHOLE: json.dumps(sizes)}
+                own = {} if shard is None else {sources.SAVE: storage_data[sources.SAVE]}
                 results += _write_file(model, name, items, planner, meter, own)
-            if shard is None and getattr(self._thread_state, "is_coordinator", False):
-                self._thread_state.model = model  # finish() puts the files in place, with the index
+            call.free_state()
+            if shard is None and call.is_coordinator:
+                call.model = model  # finish() puts the files in place, with the index
+                call.held.callback(model.abort)
             else:
                 model.place()
         except BaseException:
             model.abort()
+            call.end()
             raise
+        if not call.is_coordinator:
+            call.end()  # torch calls finish() on the coordinator only
         self.last_save = meter.finish()
         return completed_future(results)
 
@@ -283,19 +252,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
         StorageError, OSError
             A file could not be read or written.
         """
-        path, consolidated = self._places()
-        model: Model | None = getattr(self._thread_state, "model", None)
-        self._thread_state.model = None
+        call = self._current_call()
         try:
-            commit.check_complete(metadata, {result.index for each in results for result in each})
-            if self._overridden_hooks():
-                super().finish(metadata, results)
-                return
-            self._check_files(path, results, set() if model is None else model.names)
-        except BaseException:
-            if model is not None:
-                model.abort()
-            raise
+            self._commit(call, metadata, results)
+        finally:
+            call.end()
+
+    def _commit(self, call: Call, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        path, model = call.folder, call.model
+        commit.check_complete(metadata, {result.index for each in results for result in each})
+        self._check_files(path, results, set() if model is None else model.names)
         written = [result for each in results for result in each]
         names = {result.index.fqn: result.storage_data.relative_path for result in written}
         files = {result.storage_data.relative_path for result in written}
@@ -303,10 +269,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
             if self.enable_consolidation:
                 names_alone = dict.fromkeys(metadata.state_dict_metadata, 1)
                 mapping = self.fqn_to_index_mapping or names_alone
-                assert consolidated is not None
                 consolidate(
                     [path / name for name in sorted(files)],
-                    consolidated,
+                    path.parent,
                     mapping,
                     sync=self.sync_files,
                 )
@@ -320,10 +285,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             model.commit(_index(names, total), files)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread_state": None, "_progress": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _thread_state=threading.local())
+        return self.__dict__ | {"_stager": None, "_progress": None}
 
     def _shard(self, storage_data: dict[str, Any]) -> int:
         """Return the number in the names of this rank's files, from 1."""
@@ -354,28 +316,6 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     raise CheckpointError("a file of this save is missing", str(path))
             written |= own
 
-    def _places_in(self, path: Path) -> tuple[Path, str | None]:
-        """Return the folder in which ranks write, and the folder for consolidated files, or None if there are none."""
-        return (path / _SHARDED, os.fspath(path)) if self.enable_consolidation else (path, None)
-
-    def _places(self) -> tuple[Path, str | None]:
-        """Return the folders of the current thread's save, as :meth:`_places_in` does."""
-        own: tuple[Path, str | None] | None = getattr(self._thread_state, "places", None)
-        return own or (Path(self.path), self.consolidated_output_path)
-
-    def _abandon(self) -> None:
-        """Abort an earlier save that failed on another rank, after which torch did not call finish()."""
-        model: Model | None = getattr(self._thread_state, "model", None)
-        self._thread_state.model, self._thread_state.is_coordinator = None, False
-        if model is not None:
-            model.abort()
-
-    def _overridden_hooks(self) -> frozenset[str]:
-        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
-        changed = hooks.overridden(self, _WRITER_HOOKS)
-        form = self.serialization_format.name
-        return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
-
     def _split_by_storage_plan(
         self, mapping: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
@@ -400,7 +340,7 @@ def _refuse_objects(plan: SavePlan) -> None:
         )
 
 
-class HuggingFaceStorageReader(TorchsReader):
+class HuggingFaceStorageReader(InPlaceOfTorchs, TorchsReader):
     """Loads checkpoints in the safetensors format, as torch's HuggingFaceStorageReader does, but only the needed bytes.
 
     Parameters
@@ -436,9 +376,8 @@ class HuggingFaceStorageReader(TorchsReader):
     ) -> None:
         wanted = {"thread_count": thread_count}
         supported = _supported_arguments(HuggingFaceStorageReader, TorchsReader, wanted)
-        folder = hooks.first_folder(self, HuggingFaceStorageReader, path, reads=True)
-        super().__init__(os.fspath(folder), **supported)
-        hooks.set_object_path(self, folder)
+        super().__init__("", **supported)
+        self.path: Any = as_path(source_path(path))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
@@ -447,9 +386,9 @@ class HuggingFaceStorageReader(TorchsReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for the next load, from another folder if one is given."""
-        folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
-        super().reset(folder)
-        hooks.set_object_path(self, folder)
+        super().reset()
+        if checkpoint_id:
+            self.path = as_path(source_path(checkpoint_id, "checkpoint_id"))
 
     @collection_paused()
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
@@ -465,9 +404,6 @@ class HuggingFaceStorageReader(TorchsReader):
         StorageError
             A file cannot be read.
         """
-        if "fs" in self._overridden_hooks():
-            return super().read_metadata(*_arguments, **_options)
-        hooks.check_folder(self)
         folder = as_path(self.path)
         if folder.is_dir() and not any(index.names_in(folder)):
             raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
@@ -478,9 +414,6 @@ class HuggingFaceStorageReader(TorchsReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add to the plan what this rank can share of its reads (:class:`.sharing.Offer`)."""
-        plan = super().prepare_local_plan(plan)
-        if self._overridden_hooks():
-            return plan
 
         def versions() -> dict[str, tuple[int, ...]]:
             places = self._places(plan.items)
@@ -492,9 +425,6 @@ class HuggingFaceStorageReader(TorchsReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Decide which tensors ranks share, and which rank reads each part."""
-        plans = super().prepare_global_plan(plans)
-        if self._overridden_hooks():
-            return plans
         items = itertools.chain.from_iterable(plan.items for plan in plans)
         return sharing.with_shares(plans, lambda: LocatedTensors(self._places(items)))
 
@@ -513,13 +443,9 @@ class HuggingFaceStorageReader(TorchsReader):
         self.nbytes_read = 0
         self.last_load = None
         meter = Meter(self._progress)
-        if self._overridden_hooks():
-            super().read_data(plan, planner).wait()
-            meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
-        else:
-            load = PlanLoad(self._contents(plan.items), planner, meter, converts=True)
-            load.read(plan, self._group)
-            self.nbytes_read += load.nbytes_read
+        load = PlanLoad(self._contents(plan.items), planner, meter)
+        load.read(plan, self._group)
+        self.nbytes_read += load.nbytes_read
         self.last_load = meter.finish()
         return completed_future(None)
 
@@ -554,19 +480,6 @@ class HuggingFaceStorageReader(TorchsReader):
                         names=(key.fqn,),
                     )
         return {key: each for key, each in places.items() if isinstance(each, PartLocation)} | found
-
-    def _overridden_hooks(self) -> frozenset[str]:
-        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
-        return hooks.overridden(self, _READER_HOOKS)
-
-
-_WRITER_HOOKS = hooks.hooks_of(HuggingFaceStorageWriter, TorchsWriter)
-_READER_HOOKS = hooks.hooks_of(HuggingFaceStorageReader, TorchsReader)
-
-
-def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
-    dtype = getattr(places[item.storage_index], "dtype", None)
-    return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
 
 
 class PartLocation(NamedTuple):  # faster to create than a frozen dataclass

@@ -10,6 +10,8 @@ bytes that torch.save writes for the tensor), also has the location of the paylo
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import math
 import os
@@ -18,6 +20,7 @@ import pickle
 import re
 import stat
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +41,21 @@ from tensorferry._core import crc32
 from tensorferry.base.checks import MAX_FILE_NBYTES, can_be_path
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import collection_paused
-from tensorferry.checkpoint.storage.names import METADATA_NAME
-from tensorferry.checkpoint.zipformat import pickles
-from tensorferry.checkpoint.zipformat.pickles import (
-    Constructor,
+from tensorferry.checkpoint.storage.names import METADATA_NAME, TRAILER, TRAILER_NBYTES
+from tensorferry.checkpoint.zipformat.blobs import torch_constant
+from tensorferry.checkpoint.zipformat.unpickling import (
     MalformedError,
     RefusedError,
-    checked_keys,
-    empty,
+    StandIn,
+    Unpickler,
+    declared,
     record,
-    table,
-    text,
+    stand_in,
 )
 from tensorferry.transfer.remote import ObjectPath, as_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -65,8 +67,6 @@ EXTRAS = "tensorferry"
 """The attribute of `_StorageInfo` and `Metadata` that holds the additions of tensorferry's writers."""
 
 EXTRAS_VERSION = 1
-_TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
-TRAILER_NBYTES = 27
 # The relative name of an object in a bucket, with no part that is empty, "." or "..". Objects have no links, so such a
 # name is below the checkpoint's prefix.
 _BELOW = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[^\0]+")
@@ -131,7 +131,7 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
 @collection_paused()
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
     """Parse the contents of a metadata file as :func:`read_metadata` does; ``path`` is the path in errors."""
-    trailer = _TRAILER.fullmatch(data[-TRAILER_NBYTES:])
+    trailer = TRAILER.fullmatch(data[-TRAILER_NBYTES:])
     body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
         raise CheckpointError(
@@ -146,7 +146,10 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
             metadata, end = pickle.Unpickler(stream).load(), stream.tell()
             _update_properties(metadata)
         else:
-            metadata, end = _loads(bytes(body))
+            unpickler = Unpickler(
+                bytes(body), lambda name: _NAMES.get(name) or torch_constant(name)
+            )
+            metadata, end = unpickler.load(), unpickler.end
     except RefusedError as error:
         raise kind(
             f"it contains {error}, which is not part of torch's metadata and may run any code; if you trust the author "
@@ -166,21 +169,6 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
         raise CheckpointError("its end, which holds the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
-
-
-def _loads(data: bytes) -> tuple[Any, int]:
-    """Return the object in a pickle, and the offset of its end."""
-    found = pickles.loads_records(data, _KNOWN)
-    if found is None or type(found[0]) is not Metadata:
-        return pickles.loads(data, _NAMES, older=OLDER_MODULES)
-    # The subclasses were needed for checks during the read only: make their instances those of torch's classes.
-    for index in found[0].storage_data or ():
-        if type(index) is _Index:
-            object.__setattr__(index, "__class__", MetadataIndex)
-    for entry in found[0].state_dict_metadata.values():
-        if isinstance(entry, TensorStorageMetadata) and type(entry.properties) is _Properties:
-            object.__setattr__(entry.properties, "__class__", TensorProperties)
-    return found
 
 
 def check_metadata(metadata: Any, path: str) -> None:
@@ -261,29 +249,6 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
         return True
 
 
-def _build_properties(properties: TensorProperties, state: Any) -> None:
-    """Set the state that any version of torch writes; torch 2.15 added the strides."""
-    if type(state) is not tuple or len(state) < 5:
-        raise MalformedError("tensor properties that no version of torch writes")
-    dtype, layout, requires_grad, encoding, pin_memory, *more = state
-    strides = more[0] if more else None
-    if (
-        not isinstance(dtype, torch.dtype)
-        or not isinstance(layout, torch.layout)
-        or type(requires_grad) is not bool
-        or type(encoding) is not int
-        or type(pin_memory) is not bool
-        or not (strides is None or _is_size(strides) or type(strides) is tuple)
-        or any(type(stride) is not int for stride in strides or ())
-    ):
-        raise MalformedError("damaged tensor properties")
-    member = torch_metadata._MEM_FORMAT_ENCODING(encoding)
-    known = (dtype, layout, requires_grad, member, pin_memory)
-    if more and "strides" in getattr(TensorProperties, "__dataclass_fields__", {}):
-        known = (*known, strides)  # type: ignore[assignment]
-    TensorProperties.__setstate__(properties, known)  # type: ignore[no-untyped-call]
-
-
 def _update_properties(metadata: Any) -> None:
     """Replace the properties class of torch up to 2.2, which a trusted pickle may contain."""
     entries = getattr(metadata, "state_dict_metadata", None)
@@ -294,15 +259,37 @@ def _update_properties(metadata: Any) -> None:
             entry.properties = TensorProperties(*values)
 
 
-def _path_constructor(kind: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *parts: kind(*map(text, parts))
+class _Properties(TensorProperties):
+    """Tensor properties while the pickle is read: they accept the state of any version of torch."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) < 5:
+            raise MalformedError("tensor properties that no version of torch writes")
+        dtype, layout, requires_grad, encoding, pin_memory, *more = state
+        strides = more[0] if more else None  # since torch 2.15
+        if (
+            not isinstance(dtype, torch.dtype)
+            or not isinstance(layout, torch.layout)
+            or type(requires_grad) is not bool
+            or type(encoding) is not int
+            or type(pin_memory) is not bool
+            or not (strides is None or _is_size(strides) or type(strides) is tuple)
+            or any(type(stride) is not int for stride in strides or ())
+        ):
+            raise MalformedError("damaged tensor properties")
+        known: tuple[Any, ...] = (dtype, layout, requires_grad)
+        known += (torch_metadata._MEM_FORMAT_ENCODING(encoding), pin_memory)
+        if more and "strides" in TensorProperties.__dataclass_fields__:
+            known = (*known, strides)
+        TensorProperties.__setstate__(self, known)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "__class__", TensorProperties)
 
 
 def _layout(name: Any) -> torch.layout:
-    layout = vars(torch).get(text(name).removeprefix("torch."))
-    if not isinstance(layout, torch.layout):
+    found = torch_constant(name) if type(name) is str else None
+    if not isinstance(found, torch.layout):
         raise MalformedError("an unknown layout")
-    return layout
+    return found
 
 
 def _memory_format(value: Any) -> int:
@@ -314,107 +301,90 @@ def _memory_format(value: Any) -> int:
 
 def _member(kind: Any, name: Any) -> int:
     """Replace getattr(), by which some versions of Python pickle members of an enumeration."""
-    if type(kind) is not Constructor or kind.make is not _memory_format:
+    if not isinstance(kind, StandIn) or kind.call is not _memory_format:
         raise RefusedError("builtins.getattr")
-    return int(torch_metadata._MEM_FORMAT_ENCODING[text(name)].value)
+    return int(torch_metadata._MEM_FORMAT_ENCODING[name].value)
 
 
-_SEQUENCES = (tuple, list, torch.Size)
+def _of_values(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a set, size or path from values that the pickle has made one by one."""
 
-
-def _size(*lengths: Any) -> torch.Size:
-    """Replace torch.Size, which would expand a range of any length."""
-    if len(lengths) > 1 or (lengths and type(lengths[0]) not in _SEQUENCES):
-        raise MalformedError("a malformed size")
-    return torch.Size(*lengths)
-
-
-def _set_constructor(kind: type) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
-        if len(arguments) > 1 or not all(type(values) in (list, tuple) for values in arguments):
-            raise MalformedError(f"a {kind.__name__} made from something other than a list")
-        return kind(*map(checked_keys, arguments))
+        # A range, for example, could be expanded to any length.
+        if not {*map(type, arguments)} <= {list, tuple, torch.Size, str}:
+            raise MalformedError("a size, set or path made from something other than values")
+        return kind(*arguments)
 
     return make
 
 
 _TORCH = "torch.distributed.checkpoint"
 _UP_TO_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
-# Names of modules in pickles that other versions of Python wrote, with the names to use for them.
-OLDER_MODULES = {
-    "__builtin__": "builtins",
-    "copy_reg": "copyreg",
-    "pathlib._local": "pathlib",  # the name in Python 3.13
+_PATHS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("Path", "PosixPath"), pathlib.Path),
+    **dict.fromkeys(("PurePath", "PurePosixPath"), pathlib.PurePosixPath),
+    **dict.fromkeys(("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
 }
-SIMPLE_CONSTRUCTORS = [
-    Constructor("torch.Size", _size),
-    Constructor("torch.serialization._get_layout", _layout),
-    Constructor("builtins.set", _set_constructor(set)),
-    Constructor("builtins.frozenset", _set_constructor(frozenset)),
-    Constructor("collections.OrderedDict", empty(OrderedDict)),
-    Constructor("pathlib.Path", _path_constructor(pathlib.Path)),
-    Constructor("pathlib.PosixPath", _path_constructor(pathlib.Path)),
-    Constructor("pathlib.PurePath", _path_constructor(pathlib.PurePosixPath)),
-    Constructor("pathlib.PurePosixPath", _path_constructor(pathlib.PurePosixPath)),
-    Constructor("pathlib.WindowsPath", _path_constructor(pathlib.PureWindowsPath)),
-    Constructor("pathlib.PureWindowsPath", _path_constructor(pathlib.PureWindowsPath)),
-]
-# The names that metadata may contain, for pickles.loads().
-_NAMES = table(
-    [
-        *SIMPLE_CONSTRUCTORS,
-        Constructor("builtins.getattr", _member),
-        Constructor(f"{_TORCH}.metadata._MEM_FORMAT_ENCODING", _memory_format),
-        Constructor(f"{_UP_TO_2_2}.MEM_FORMAT_ENCODING", _memory_format),
-        record(f"{_TORCH}.metadata.TensorProperties", TensorProperties, _build_properties),
-        record(f"{_UP_TO_2_2}.TensorProperties", TensorProperties, _build_properties),
-        record(f"{_TORCH}.filesystem._StorageInfo", filesystem._StorageInfo),
-        *(
-            record(f"{_TORCH}.metadata.{kind.__name__}", kind)
-            for kind in (
-                BytesStorageMetadata,
-                ChunkStorageMetadata,
-                Metadata,
-                MetadataIndex,
-                StorageMeta,
-                TensorStorageMetadata,
-            )
-        ),
-    ]
-)
+SIMPLE = {
+    name: stand_in(name, make)
+    for name, make in {
+        "torch.Size": _of_values(torch.Size),
+        "torch.serialization._get_layout": _layout,
+        "builtins.set": _of_values(set),
+        "builtins.frozenset": _of_values(frozenset),
+        **{f"pathlib.{name}": _of_values(kind) for name, kind in _PATHS.items()},
+    }.items()
+}
+"""The stand-ins for names that `.metadata` and objects of a checkpoint may contain."""
 
-
-class _Index(MetadataIndex):
-    """The class of a MetadataIndex while the pickle is read.
-
-    A MetadataIndex is a dict key, and its hash includes its fields: so the fields are checked before they are hashed.
-    """
-
-    def __hash__(self) -> int:
-        fields = self.__dict__
-        if type(fields.get("fqn")) is not str or type(fields.get("offset")) not in (
-            type(None),
-            torch.Size,
-        ):
-            raise MalformedError("a damaged index of a tensor")
-        return super().__hash__()
-
-
-class _Properties(TensorProperties):
-    """The class of TensorProperties while the pickle is read, which checks the state in the pickle."""
-
-    def __setstate__(self, state: Any) -> None:
-        _build_properties(self, state)
-
-
-# The same names for pickles.loads_records(), which is faster: the classes that Python's unpickler instantiates, and
-# constructors for all other names.
-_KNOWN = {
-    **{name: maker if maker.kind is None else maker.kind for name, maker in _NAMES.items()},
-    "torch.Size": torch.Size,
-    f"{_TORCH}.metadata.MetadataIndex": _Index,
+_MADE: dict[str, Callable[..., Any]] = {
+    "builtins.getattr": _member,
+    "collections.OrderedDict": OrderedDict,
+    f"{_TORCH}.metadata._MEM_FORMAT_ENCODING": _memory_format,
+    f"{_UP_TO_2_2}.MEM_FORMAT_ENCODING": _memory_format,
+}
+_RECORDS = {
     f"{_TORCH}.metadata.TensorProperties": _Properties,
+    f"{_UP_TO_2_2}.TensorProperties": _Properties,
+    f"{_TORCH}.filesystem._StorageInfo": filesystem._StorageInfo,
+    **{
+        f"{_TORCH}.metadata.{kind.__name__}": kind
+        for kind in (
+            *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex),
+            *(StorageMeta, TensorStorageMetadata),
+        )
+    },
 }
+_NAMES: dict[str, Any] = {
+    **SIMPLE,
+    **{name: stand_in(name, make) for name, make in _MADE.items()},
+    **{name: record(name, kind) for name, kind in _RECORDS.items()},
+}
+
+
+def add_safe_metadata_globals(safe_globals: Sequence[Any] | Mapping[str, Iterable[str]]) -> None:
+    """Declare classes or functions safe in `.metadata`, for planners that store objects of their own there.
+
+    Parameters
+    ----------
+    safe_globals : list of classes and functions, or dict
+        A dict has the names of classes and functions by the name of their module, as in torch's function of this name.
+
+    Raises
+    ------
+    TypeError, ImportError, AttributeError
+        The argument is neither, or names something that does not exist.
+    """
+    if isinstance(safe_globals, Mapping):
+        found = [
+            functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            for module, names in safe_globals.items()
+            for name in names
+        ]
+    else:
+        found = list(safe_globals)
+    for each in found:
+        _NAMES[f"{each.__module__}.{each.__qualname__}"] = declared(each)
 
 
 def _check(metadata: Any) -> None:

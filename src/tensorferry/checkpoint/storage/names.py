@@ -20,6 +20,10 @@ RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
 """A data file of our writer; the name is unique to one save. A pickle of metadata contains these names verbatim."""
 
+TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
+"""What our writer puts after the pickle of metadata: the CRC-32 of the pickle."""
+TRAILER_NBYTES = 27
+
 DATA_FILE_SUFFIX = ".distcp"
 
 # The usual suffixes of files that torch.save wrote.

@@ -37,7 +37,7 @@ from tensorferry.base import openmp
 from tensorferry.base.checks import positive
 from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.storage import destinations, hooks
+from tensorferry.checkpoint.storage import destinations
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.huggingface import HuggingFaceStorageReader, LocatedTensors
 from tensorferry.checkpoint.storage.reader import read_boxes
@@ -109,7 +109,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
     ) -> None:
         if not (isinstance(target_dtype, torch.dtype) and target_dtype.is_floating_point):
             raise ValueError(f"target_dtype: {target_dtype!r} is not a floating-point dtype")
-        path = hooks.first_folder(self, QuantizedHuggingFaceStorageReader, path, reads=True)
         # Broadcast is not supported: ranks exchange bytes as they are in the files, without dequantizing them.
         super().__init__(path, thread_count, progress=progress, broadcast=False)
         self.target_dtype = target_dtype
@@ -124,8 +123,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
             As for :class:`HuggingFaceStorageReader`.
         """
         metadata = super().read_metadata(*_arguments, **_options)
-        if "fs" in self._overridden_hooks():
-            return metadata
         places: dict[MetadataIndex, PartLocation] = metadata.storage_data
         self._weight_map = {
             index.fqn: os.path.basename(place.relative_path)  # noqa: PTH119
@@ -169,15 +166,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
 
         places = self._places(requests)
         return _QuantizedTensors(places, self, _Scales(places, count))
-
-    def _overridden_hooks(self) -> frozenset[str]:
-        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
-        return hooks.overridden(self, _READER_HOOKS)
-
-
-_READER_HOOKS = hooks.hooks_of(
-    QuantizedHuggingFaceStorageReader, TorchsReader, frozenset(vars(HuggingFaceStorageReader))
-)
 
 
 class _QuantizedTensors(LocatedTensors):

@@ -10,7 +10,6 @@ destination shortly before its bytes are read, and commits it to the planner whe
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import errno
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -32,21 +31,17 @@ from tensorferry.base.ranks import checked_broadcast
 from tensorferry.base.reprs import first_of, safe_repr
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import destinations, hooks, sharing
+from tensorferry.checkpoint.storage import destinations, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
-from tensorferry.checkpoint.storage.metadata import (
-    check_metadata,
-    metadata_path,
-    parse_metadata,
-    read_metadata,
-)
+from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
 from tensorferry.checkpoint.storage.names import METADATA_NAME, metadata_files
 from tensorferry.checkpoint.storage.reading import Reading
-from tensorferry.transfer.remote import ObjectPath
+from tensorferry.checkpoint.storage.torch_classes import InPlaceOfTorchs
+from tensorferry.transfer.remote import ObjectPath, as_path, source_path
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -62,15 +57,15 @@ _LEVELS = ("read", "before", "off")
 _SHOWN_NAMES = 4
 
 
-class FileSystemReader(filesystem.FileSystemReader):
+class FileSystemReader(InPlaceOfTorchs, filesystem.FileSystemReader):
     """Reads checkpoints of :class:`FileSystemWriter` and of torch's, for ``torch.distributed.checkpoint.load``.
 
     Parameters
     ----------
     path : str or PathLike, or pair of store and key
         The checkpoint's folder, or its prefix in a bucket, in any form that :func:`tensorferry.open` accepts.
-    _extension_registry : optional
-        As in torch 2.7 and later. Tensors that were saved through extensions are read by torch's own code.
+    _extension_registry : None
+        Tensors that were saved through extensions are refused, because only torch's own reader supports them.
     thread_count : int, optional
         Accepted for compatibility with coming versions of torch. It has no effect: the speed does not depend on it.
     verify : "read", "before" or "off"
@@ -119,9 +114,13 @@ class FileSystemReader(filesystem.FileSystemReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         one_of(verify, "verify", _LEVELS)
-        folder = hooks.first_folder(self, FileSystemReader, path, reads=True)
-        super().__init__(folder, *(() if _extension_registry is None else (_extension_registry,)))
-        hooks.set_object_path(self, folder)
+        if _extension_registry is not None:
+            raise ValueError(
+                f"_extension_registry: only torch's own reader supports {_extension_registry!r} (remedy: "
+                f"{filesystem.__name__}.FileSystemReader)"
+            )
+        super().__init__("")
+        self.path: Any = as_path(source_path(path))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._verify = verify
@@ -147,11 +146,10 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for the next load, from another folder if one is given."""
-        folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
-        super().reset(folder)
-        hooks.set_object_path(self, folder)
+        super().reset()
+        if checkpoint_id:
+            self.path = as_path(source_path(checkpoint_id, "checkpoint_id"))
         self._metadata = self._checked = self._global_error = None
-        self._release_folder()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """Read and check `.metadata`, or the metadata of one ``rank``.
@@ -161,7 +159,6 @@ class FileSystemReader(filesystem.FileSystemReader):
         CheckpointError
             The metadata is damaged, or holds objects that torch does not write.
         """
-        hooks.check_folder(self)
         rank = kwargs.get("rank")
         try:
             return self._read_metadata(rank)
@@ -174,14 +171,11 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         try:
-            if self._overridden_hooks():
-                metadata = self._read_metadata_by_torch(rank)
-            else:
-                path = metadata_path(self.path, rank)
-                metadata = read_metadata(path, trust_pickle=self._trust_pickle)
+            path = metadata_path(self.path, rank)
+            metadata = read_metadata(path, trust_pickle=self._trust_pickle)
         except FileNotFoundError:
             if rank is None or self._global_error is None:
-                if not self._overridden_hooks() and not isinstance(self.path, ObjectPath):
+                if not isinstance(self.path, ObjectPath):
                     self._require_some_metadata()
                 raise
             # When `.metadata` is unreadable, torch tries the metadata of this rank alone, which is missing here. Raise
@@ -206,47 +200,49 @@ class FileSystemReader(filesystem.FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Set the metadata that loads use, and lock the folder, so that writers keep the checkpoint during the load."""
+        """Set the metadata that loads use."""
         if isinstance(metadata, _UnreadableMetadata):
             raise metadata.error
-        # Check metadata that read_metadata() has not returned. Where a subclass overrides hooks, torch's code uses the
-        # metadata, and the subclass is responsible for the check.
-        if metadata is not self._checked and not self._overridden_hooks():
+        if metadata is not self._checked:  # read_metadata() has not returned it
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
-        self._release_folder()
-        if hooks.has_own_files(self) or isinstance(self.path, ObjectPath):
+
+    @contextlib.contextmanager
+    def holding_folder(self) -> Iterator[None]:
+        """Lock the folder in the block, so that writers do not remove the checkpoint; a block inside has no effect.
+
+        Raises
+        ------
+        FileNotFoundError
+            The folder has been removed.
+        """
+        if self._release_folder is not _hold_nothing or isinstance(self.path, ObjectPath):
+            yield
             return
-        try:  # with this lock held, writers do not remove the checkpoint while it is being loaded
+        try:
             self._release_folder = reader_lock(self, self.path, METADATA_NAME)
         except FileNotFoundError as error:
             why = "the checkpoint has been removed since its metadata was read"
             raise FileNotFoundError(
                 error.errno, f"{error.strerror}; {why}", str(self.path)
             ) from None
+        try:
+            yield
+        finally:
+            release, self._release_folder = self._release_folder, _hold_nothing
+            release()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify the bytes that this rank needs, with ``verify="before"``; a failure ends the load on all ranks."""
-        if changed := self._overridden_hooks():
-            if self._verify == "before":
-                raise ValueError(
-                    f"verify: 'before' is not possible, as {type(self).__name__} changes {', '.join(sorted(changed))}"
-                )
-            if self._verify != "off":
-                hooks.warn_torch_code(
-                    self, changed, "nothing is verified (pass verify='off' to silence this)"
-                )
-            return super().prepare_local_plan(plan)
         if self._verify == "before":
-            self._contents().verify(plan.items)
-        plan = super().prepare_local_plan(plan)
+            with self.holding_folder():
+                self._contents().verify(plan.items)
         return sharing.with_offer(plan, self._broadcast, self._group, self.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Decide which tensors ranks share, and which rank reads each part."""
-        plans = super().prepare_global_plan(plans)
-        return plans if self._overridden_hooks() else sharing.with_shares(plans, self._contents)
+        return sharing.with_shares(plans, self._contents)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into the planner's tensors.
@@ -263,55 +259,14 @@ class FileSystemReader(filesystem.FileSystemReader):
         self.nbytes_read = 0
         self.last_load = None
         meter = Meter(self._progress)
-        try:
-            if self._overridden_hooks():
-                self._read_by_torch(plan, planner, meter)
-            else:
-                load = PlanLoad(self._contents(), planner, meter)
-                load.read(plan, self._group, lambda own: self._read_own(own, load, planner, meter))
-                self.nbytes_read = load.nbytes_read
-        finally:
-            self._release_folder()
+        with self.holding_folder():
+            load = PlanLoad(self._contents(), planner, meter)
+            load.read(plan, self._group)
+            self.nbytes_read = load.nbytes_read
         self.last_load = meter.finish()
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _read_own(self, plan: LoadPlan, load: PlanLoad, planner: LoadPlanner, meter: Meter) -> None:
-        """Read the items that only this rank needs; torch's code reads those that were saved through extensions."""
-        contents = self._contents()
-        by_torch = contents.transformed_items(plan.items)
-        if by_torch and self._verify != "off":
-            contents.verify(by_torch)
-        chosen = {id(request) for request in by_torch}
-        meter.expect(contents.nbytes_of(by_torch), files=0)
-        load.read_own([each for each in plan.items if id(each) not in chosen])
-        if by_torch:
-            self._read_by_torch(dataclasses.replace(plan, items=by_torch), planner, meter)
-
-    def _read_by_torch(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
-        """Read a plan by torch's code, with each blob checked before the planner unpickles it."""
-        checked: Any = (
-            planner if self._trust_pickle else _BlobCheckingPlanner(planner, self._contents())
-        )
-        super().read_data(plan, checked).wait()
-        infos = (self.storage_data[item.storage_index] for item in plan.items)
-        meter.add(sum(getattr(info, "length", 0) for info in infos))
-
-    def _read_metadata_by_torch(self, rank: int | None) -> Metadata:
-        """Read metadata from the path that torch's code would use, but with the safe unpickler."""
-        path: str | os.PathLike[str]
-        if hasattr(self, "_get_metadata_path"):
-            path = self._get_metadata_path(rank)
-        else:  # before torch 2.9
-            path = self.fs.concat_path(self.path, METADATA_NAME)
-        with self.fs.create_stream(path, "rb") as stream:
-            data = stream.read()
-        return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
-
-    def _overridden_hooks(self) -> frozenset[str]:
-        """Return the overridden attributes that our code would ignore; if there are any, torch's code does the work."""
-        return hooks.overridden(self, _HOOKS)
 
     def _contents(self) -> Contents:
         if self._metadata is None:
@@ -320,14 +275,10 @@ class FileSystemReader(filesystem.FileSystemReader):
         # A subclass may replace storage_data; torch's reader uses the attribute, so do the same.
         if self.storage_data is not metadata.storage_data:
             metadata = dataclasses.replace(metadata, storage_data=self.storage_data)
-            if not self._overridden_hooks():
-                check_metadata(metadata, str(self.path))
+            check_metadata(metadata, str(self.path))
         return Contents(
             self.path, metadata, verify=self._verify != "off", trusted=self._trust_pickle
         )
-
-
-_HOOKS = hooks.hooks_of(FileSystemReader, filesystem.FileSystemReader)
 
 
 class PlanLoad:
@@ -341,8 +292,6 @@ class PlanLoad:
         Resolves the destinations.
     meter : Meter
         Counts the bytes that arrive.
-    converts : bool
-        Whether a destination may have another dtype than the stored tensor.
 
     Attributes
     ----------
@@ -350,47 +299,65 @@ class PlanLoad:
         Bytes that have been read from data files.
     """
 
-    def __init__(
-        self, contents: ItemLocator, planner: LoadPlanner, meter: Meter, *, converts: bool = False
-    ) -> None:
+    def __init__(self, contents: ItemLocator, planner: LoadPlanner, meter: Meter) -> None:
         self.nbytes_read = 0
         self._contents: Any = contents
         self._planner = planner
         self._meter = meter
-        self._destinations = _Destinations(planner, converts=converts)
+        self._destinations = _Destinations(planner)
 
-    def read(
-        self,
-        plan: LoadPlan,
-        group: dist.ProcessGroup | None,
-        read_own: Callable[[LoadPlan], None] | None = None,
-    ) -> None:
-        """Read all items; ``read_own``, by default :meth:`read_own`, reads those that only this rank needs."""
-        read_own = read_own or (lambda own: self.read_own(own.items))
+    def read(self, plan: LoadPlan, group: dist.ProcessGroup | None) -> None:
+        """Read all items."""
         if isinstance(plan.storage_data, sharing.Share):
-            self._read_shared(plan.storage_data, plan, group, read_own)
+            self._read_shared(plan.storage_data, plan, group)
         else:
-            read_own(plan)
+            self._read_own(plan.items)
         self._destinations.warn()
 
-    def read_own(self, items: list[ReadItem]) -> None:
-        """Read items from their data files, without other ranks."""
-        by_file = self._contents.locate(items)
-        nbytes = sum(item.nbytes for items in by_file.values() for item in items)
-        self._meter.expect(nbytes, files=len(by_file))
+    def _read_own(self, requests: Sequence[ReadItem]) -> None:
+        """Read items from their data files, without other ranks.
+
+        torch's reader reads the items one after the other, in the order of the plan. Where the order matters, because a
+        planner acts when an item is committed, or destinations share memory, it is the same here.
+        """
+        by_file = self._contents.locate(requests)
+        by_request = {id(item.request): item for items in by_file.values() for item in items}
+        in_turn = [by_request[id(request)] for request in requests]
+        self._meter.expect(sum(item.nbytes for item in in_turn), files=len(by_file))
+        if not self._acts_on_commit():
+            self._destinations.resolve_all(in_turn)
+            in_turn = self._destinations.overlapping(in_turn)
+        later: dict[str, list[Item]] = {}
+        for item in in_turn:
+            later.setdefault(item.info.relative_path, []).append(item)
+        chosen = set(map(id, in_turn))
+        for name, items in list(by_file.items()):
+            by_file[name] = [item for item in items if id(item) not in chosen]
+            if not by_file[name]:
+                del by_file[name]
         with Reading(lambda: self._meter.add(0, files=1)) as reading:
             load = ItemLoad(
                 self._contents, reading, self._planner, self._meter.add, self._destinations
             )
             self._contents.read(reading, by_file, load.begin)
+            self._contents.read(reading, later, load.begin_alone)
             self.nbytes_read += reading.nbytes_read
+
+    def _acts_on_commit(self) -> bool:
+        """Return whether the planner does something when an item is committed.
+
+        Megatron's planner, for example, remembers the last resolved item for its commit.
+        """
+        return isinstance(self._planner, LoadPlanner) and (
+            getattr(self._planner.commit_tensor, "__func__", None)
+            is not DefaultLoadPlanner.commit_tensor
+        )
 
     def _read_shared(
         self,
         share: sharing.Share,
         plan: LoadPlan,
         group: dist.ProcessGroup | None,
-        read_own: Callable[[LoadPlan], None],
     ) -> None:
         """Read the items that only this rank needs, then this rank's part of the shared ones.
 
@@ -411,8 +378,7 @@ class PlanLoad:
         failure: BaseException | None = None
         try:
             self._meter.expect(sharing.nbytes_of(share), files=0)
-            own = [item for item in plan.items if id(item) not in chosen]
-            read_own(dataclasses.replace(plan, items=own))
+            self._read_own([item for item in plan.items if id(item) not in chosen])
         except BaseException as error:
             failure = error
         exchange.run(failure)
@@ -461,34 +427,54 @@ def read_boxes(contents: ItemLocator, boxes: list[tuple[ReadItem, torch.Tensor]]
 
 
 class _Destinations:
-    """Gets and checks a planner's destinations; ``converts`` allows a dtype other than the stored one."""
+    """Gets a planner's destinations, and checks them."""
 
-    def __init__(self, planner: LoadPlanner, *, converts: bool = False) -> None:
+    def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
-        self._converts = converts
-        self._narrowed: dict[
-            str, str
-        ] = {}  # "stored dtype to wanted dtype" of conversions that may lose values, by name
+        self._resolved: dict[int, torch.Tensor] = {}  # by the id of the item's request
+        # "stored dtype to wanted dtype" of conversions that may lose values, by name
+        self._narrowed: dict[str, str] = {}
 
     def resolve(self, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
-        """Return the destination of an item; raise for a wrong size, or a dtype that torch would refuse."""
+        """Return the destination of an item; AssertionError if it has another size."""
+        if (target := self._resolved.pop(id(request), None)) is not None:
+            return target
         target = self._planner.resolve_tensor(request)
         # Only with this layout does copy_() into a detached tensor change the planner's tensor, too.
         if target.layout is torch.strided:
             target = target.detach()
-        if stored is not None and target.dtype != stored:
-            # Raise where the installed torch's reader raises; versions up to 2.15 convert.
-            if not self._converts and (kind := _torch_dtype_error()) is not None:
-                raise kind(
-                    f"req {request.storage_index} mismatch dtypes {target.dtype} vs {stored}"
-                )
-            if _narrows(stored, target.dtype):
-                self._narrowed[request.storage_index.fqn] = f"{stored} to {target.dtype}"
         if target.size() != torch.Size(request.lengths):
             raise AssertionError(
                 f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
             )
+        if stored not in (None, target.dtype) and not holds(target.dtype, stored):
+            self._narrowed[request.storage_index.fqn] = f"{stored} to {target.dtype}"
         return target
+
+    def resolve_all(self, items: Iterable[Item]) -> None:
+        """Resolve the destinations of all items, in their order, before the first is read."""
+        for item in items:
+            if _is_tensor(item.request):
+                target = self.resolve(item.request, item.dtype)
+                self._resolved[id(item.request)] = target
+
+    def overlapping(self, items: Sequence[Item]) -> list[Item]:
+        """Return those resolved items whose destinations may share memory, in their order."""
+        places = sorted(
+            (*destinations.memory_of(target), number)
+            for number, item in enumerate(items)
+            if (target := self._resolved.get(id(item.request))) is not None
+            and destinations.is_in_memory(target)
+        )
+        shared: set[int] = set()
+        before: tuple[str, int, int, int] = ("", 0, 0, 0)
+        for place in places:
+            device, begin, end, number = place
+            if device == before[0] and begin < before[2]:
+                shared |= {before[3], number}
+            if device != before[0] or end > before[2]:
+                before = place
+        return [items[number] for number in sorted(shared)]
 
     def warn(self) -> None:
         """Warn once of all conversions that may lose values."""
@@ -498,12 +484,24 @@ class _Destinations:
             warn(f"tensors are converted to dtypes that may not hold their values: {found}")
 
 
-def _narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether the conversion to another dtype may lose values."""
+def holds(wanted: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a dtype can hold every value of another one."""
+    if stored == torch.bool:
+        return True
+    if wanted.is_complex:
+        return holds(wanted.to_real(), stored.to_real() if stored.is_complex else stored)
+    if stored.is_complex or wanted == torch.bool:
+        return False
     try:
-        return torch.promote_types(stored, wanted) != wanted
-    except RuntimeError:  # promote_types() does not support float8 and smaller dtypes
-        return wanted.itemsize <= stored.itemsize
+        if not stored.is_floating_point:
+            least, most = torch.iinfo(stored).min, torch.iinfo(stored).max
+            if not wanted.is_floating_point:
+                return torch.iinfo(wanted).min <= least and most <= torch.iinfo(wanted).max
+            return most <= 2 / torch.finfo(wanted).eps and most <= torch.finfo(wanted).max
+        old, new = torch.finfo(stored), torch.finfo(wanted)
+    except TypeError:  # from a floating-point dtype to integers, or a dtype of a few bits
+        return False
+    return new.eps <= old.eps and new.max >= old.max and new.tiny <= old.tiny
 
 
 class ItemLoad:
@@ -521,23 +519,19 @@ class ItemLoad:
         self._destinations = found or _Destinations(planner)
         self._reading = reading
         self._planner = planner
-        self._checked = _BlobCheckingPlanner(planner, contents)
         self._count = count
-        self._reserved = _ReservedMemory()
         self._pool = destinations.BufferPool()
-        # torch's reader commits each item before it resolves the next one, and a planner that overrides commit_tensor()
-        # may rely on that: Megatron's remembers the last resolved item for its commit.
-        self._one_by_one = isinstance(planner, LoadPlanner) and (
-            getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor
-        )
+
+    def begin_alone(self, item: Item, file: DataFile) -> Iterator[ReadRequest]:
+        """Return the read requests of an item once all earlier items have been committed."""
+        self._reading.drain()
+        return self.begin(item, file)
 
     def begin(self, item: Item, file: DataFile) -> Iterator[ReadRequest]:
         """Return the read requests of an item."""
         request, payload = item.request, item.payload
-        if self._one_by_one:
-            self._reading.drain()
-        if request.type == LoadItemType.BYTE_IO:
-            return self._blob(item, file, functools.partial(self._checked.load_bytes, request))
+        if not _is_tensor(request):
+            return self._blob(item, file, functools.partial(self._load_bytes, request))
         target = self._destinations.resolve(request, item.dtype)
         if payload is None:
             return self._blob(
@@ -549,12 +543,6 @@ class ItemLoad:
         self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
     ) -> Iterator[ReadRequest]:
         plain = destinations.is_plain(target) and not (payload.conj or payload.neg)
-        held = self._reserved.add(target) if plain else None
-        if plain and held is None:
-            # An item that is still being read has the same memory, as a planner may resolve two items to one tensor.
-            # Wait for the earlier item, so that the later one overwrites it, as with torch's reader.
-            self._reading.drain()
-            held = self._reserved.add(target)
         request = item.request
         inner = target
         if not plain:
@@ -565,13 +553,11 @@ class ItemLoad:
         def finish() -> None:
             if needs_crc:
                 self._contents.check_payload(item, file, whole.crc)
-            if held is None:
+            if not plain:
                 destinations.copy_values(target, destinations.apply_conj_neg(inner, payload))
-            else:
-                self._reserved.remove(held)
+            elif not target.is_inference():
                 # The core writes to memory directly, which autograd cannot see.
-                if not target.is_inference():
-                    torch.autograd.graph.increment_version(target)
+                torch.autograd.graph.increment_version(target)
             self._planner.commit_tensor(request, target)
 
         whole = destinations.ItemCompletion(item.nbytes, finish, self._count, needs_crc=needs_crc)
@@ -591,6 +577,10 @@ class ItemLoad:
 
         begin = item.info.offset
         return destinations.range_requests([(begin, begin + len(data), data)], finish, self._count)
+
+    def _load_bytes(self, request: ReadItem, data: io.BytesIO) -> None:
+        safe: Any = self._contents.sanitize_blob(request.storage_index, data)
+        self._planner.load_bytes(request, safe)
 
     def _copy_by_torch(
         self, item: Item, file: DataFile, data: io.BytesIO, target: torch.Tensor
@@ -613,83 +603,5 @@ class ItemLoad:
         self._planner.commit_tensor(request, target)
 
 
-class _BlobCheckingPlanner:
-    """A planner proxy that checks each blob before the planner unpickles it."""
-
-    def __init__(self, planner: LoadPlanner, contents: Contents) -> None:
-        self._planner = planner
-        self._contents = contents
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked: Any = self._contents.sanitize_blob(read_item.storage_index, value)
-        self._planner.load_bytes(read_item, checked)
-
-
-class _ReservedMemory:
-    """The memory ranges of destinations that are being filled; they never overlap."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[str, int, int]] = []  # device, begin and end; sorted
-
-    def add(self, target: torch.Tensor) -> tuple[str, int, int] | None:
-        """Reserve the memory of a tensor, and return its range; return None if it overlaps a reserved range."""
-        new = device, begin, end = _memory_of(target)
-        at = bisect.bisect(self._ranges, new)
-        for other, other_begin, other_end in self._ranges[max(at - 1, 0) : at + 1]:
-            if other == device and other_begin < end and begin < other_end:
-                return None
-        if begin < end:
-            self._ranges.insert(at, new)
-        return new
-
-    def remove(self, held: tuple[str, int, int]) -> None:
-        """Release a reserved range; that of a tensor without elements is not recorded."""
-        at = bisect.bisect_left(self._ranges, held)
-        if self._ranges[at : at + 1] == [held]:
-            del self._ranges[at]
-
-
-@functools.cache
-def _torch_dtype_error() -> type[Exception] | None:
-    """Return what torch's reader raises when dtypes differ, found by a trial load; None if it converts."""
-
-    class Memory(filesystem.FileSystem):
-        @contextlib.contextmanager
-        def create_stream(self, *_arguments: Any) -> Any:
-            yield io.BytesIO(blob.getvalue())
-
-    class Planner(DefaultLoadPlanner):
-        dtype = torch.float32
-
-        def resolve_tensor(self, _item: ReadItem) -> torch.Tensor:
-            return torch.zeros(1, dtype=self.dtype, device="cpu")
-
-    torch.save(torch.zeros(1, device="cpu"), blob := io.BytesIO())
-    origin, size = torch.Size([0]), torch.Size([1])
-    index = MetadataIndex("a", origin)
-    item = ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)
-    reader = filesystem.FileSystemReader("")
-    reader.fs = Memory()
-    reader.storage_data = {index: filesystem._StorageInfo("a", 0, len(blob.getvalue()))}
-    plan, planner = LoadPlan([item]), Planner()
-    try:
-        reader.read_data(plan, planner).wait()
-    except Exception:  # the trial itself does not work with this torch
-        return None
-    planner.dtype = torch.float64
-    try:
-        reader.read_data(plan, planner).wait()
-    except Exception as error:
-        return type(error)
-    return None
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return a tensor's device, and the range of addresses of its elements there."""
-    places = zip(tensor.size(), tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in places) if tensor.numel() else 0
-    begin = tensor.data_ptr()
-    return str(tensor.device), begin, begin + span * tensor.element_size()
+def _is_tensor(request: ReadItem) -> bool:
+    return request.type != LoadItemType.BYTE_IO

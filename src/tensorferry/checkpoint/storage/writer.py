@@ -15,32 +15,32 @@ import inspect
 import io
 import os
 import secrets
-import sys
-import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry.base.checks import absolute_path, checked_path
+from tensorferry.base.checks import absolute_path
 from tensorferry.base.reprs import safe_repr
-from tensorferry.checkpoint.errors import CheckpointError, cause_of
+from tensorferry.checkpoint.errors import cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, hooks, plain_objects
+from tensorferry.checkpoint.storage import commit, rank_values, safe_objects
+from tensorferry.checkpoint.storage.calls import FolderWriter
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
 from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES, EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
-from tensorferry.checkpoint.storage.tracked_files import TrackedFileSystem
+from tensorferry.checkpoint.storage.torch_classes import InPlaceOfTorchs
 from tensorferry.checkpoint.zipformat.archive import (
     UnknownArchiveError,
     plain_bytes,
@@ -52,11 +52,10 @@ from tensorferry.transfer.new_file import NewFile, RawNewFile
 from tensorferry.transfer.runtime import descriptor_limit
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.staging import Stager
     from tensorferry.checkpoint.zipformat.archive import Archive
 
 # An unfinished file has all of its items, but the core still writes its last bytes while the next files are written
@@ -67,64 +66,13 @@ _MAX_UNFINISHED_NBYTES = 16 << 20
 _OVERWRITE: bool = (
     inspect.signature(filesystem.FileSystemWriter.__init__).parameters["overwrite"].default
 )
-
+# The index of the result that has the descriptions of a rank's values; no name of a state is like it.
+_DESCRIPTION = MetadataIndex("\0tensorferry")
 
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass
-class _Save:
-    """The state of one save; each of several overlapping asynchronous saves has its own thread and its own _Save."""
-
-    directory: Path
-    saver: Saver | None = None  # on the coordinator only
-
-
-def _this_thread() -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()
-
-
-class Stagings:
-    """Asynchronous saves that have been staged and have not begun: the thread and working directory of each.
-
-    async_save() stages in the caller's thread, but passes the directory in the thread or process of the save. There a
-    relative path must be resolved against the working directory at the time of staging.
-    """
-
-    def __init__(self) -> None:
-        # At most two states are staged at a time. So the limit drops the oldest entry, that of a save that has failed
-        # before it began.
-        self._staged: deque[tuple[tuple[int, int], str]] = deque(maxlen=2)
-
-    def add(self) -> None:
-        """Record a save that this thread has staged."""
-        # Path.cwd() raises if the working directory has been removed; then there are no valid relative paths.
-        with contextlib.suppress(FileNotFoundError):
-            self._staged.append((_this_thread(), str(Path.cwd())))
-
-    def folder(self, path: str | os.PathLike[str] | None) -> Path | None:
-        """Return the absolute path of the folder of a save that begins in this thread, if one is given."""
-        waiting = [each for each in tuple(self._staged) if each[0] != _this_thread()]
-        begun = None
-        if waiting:
-            # Threads begin their saves in the order of staging: take the oldest. The separate process of a save has a
-            # copy of this list as it was when the save was passed to the process: take the last.
-            begun = waiting[0 if waiting[0][0][0] == os.getpid() else -1]
-            with contextlib.suppress(ValueError):  # another thread has removed it
-                self._staged.remove(begun)
-        if not path:
-            return None
-        asked: Any = checked_path(path, "checkpoint_id")
-        return Path(begun[1], asked) if begun else Path(absolute_path(asked))
-
-
-# For each thread: the Saver (the locks of one save) of a coordinator that has written its own part, until torch calls
-# finish() in the same thread. torch does not call it if another rank has failed; the thread's next save then releases
-# the locks.
-_coordinators = threading.local()
-
-
-class FileSystemWriter(filesystem.FileSystemWriter):
+class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWriter):
     """Saves checkpoints for torch.distributed.checkpoint, as torch's FileSystemWriter does.
 
     Data files have the same contents as torch's but names that are unique to each save. If a save is interrupted at any
@@ -154,8 +102,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         Called by the saving thread, at most every 0.1 seconds and once at the end of this rank's part, with the
         progress of that part. An exception that it raises ends the save. Not called for saves in another process.
     **options
-        Further arguments of torch's FileSystemWriter: ``_extensions``, ``serialization_format``. With extensions, or a
-        format other than torch.save's, torch's own code writes the files; the guarantees above still hold.
+        Further arguments of torch's FileSystemWriter. ``_extensions`` and another ``serialization_format`` than
+        torch.save's are refused, because only torch's writer supports them.
 
     Attributes
     ----------
@@ -171,6 +119,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     # Whether to warn of objects that readers refuse without trust. install(trust_pickle=True) sets it to False for all
     # writers, and Checkpoints for its own, as it warns itself.
     _warns_of_refusals = True
+    # Whether to compare what ranks save under one name. Checkpoints does that itself, before a save begins.
+    _compares_ranks = True
 
     def __init__(
         self,
@@ -186,8 +136,18 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         **options: Any,
     ) -> None:
         checked_listener(progress)
+        form = getattr(options.get("serialization_format"), "name", "TORCH_SAVE")
+        for name, refused in {
+            "_extensions": options.get("_extensions"),
+            "serialization_format": form != "TORCH_SAVE",
+        }.items():
+            if refused:
+                raise ValueError(
+                    f"{name}: only torch's own writer supports {options[name]!r} (remedy: "
+                    f"{filesystem.__name__}.FileSystemWriter)"
+                )
         super().__init__(
-            hooks.first_folder(self, FileSystemWriter, path),
+            Path(absolute_path(path)),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -198,66 +158,38 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         )
         self.last_save: Throughput | None = None
         self._progress = progress
-        self._stager: Stager | None = None
-        self._stagings = Stagings()
-        self._thread_state = threading.local()
 
     @safe_repr
     def __repr__(self) -> str:
         last = self.last_save and f"{self.last_save.nbytes} bytes in {self.last_save.seconds:.3g} s"
         return f"<tensorferry.checkpoint.FileSystemWriter {str(self.path)!r}: last save {last}>"
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for the next save, to another directory if one is given."""
-        if checkpoint_id and hooks.has_own_files(self):
-            super().reset(checkpoint_id)
-            return
-        directory = self._stagings.folder(checkpoint_id)
-        super().reset(directory)
-        # Overlapping asynchronous saves share this object but have a thread each, so the directory is kept per thread.
-        self._thread_state.next_directory = directory
-
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse to overwrite where that is not allowed."""
-        hooks.check_folder(self)
-        directory = self._directory()
-        if (forgotten := getattr(_coordinators, "saver", None)) is not None:
-            forgotten.leave()  # from a save that failed on another rank: torch did not call finish()
-            _coordinators.saver = None
-        self._thread_state.save = _Save(directory)
-        self._thread_state.next_directory = None
-        if changed := self._general_overrides():
-            hooks.warn_torch_code(
-                self,
-                changed,
-                "torch's code saves, without checksums, and files of a failed save are not removed",
-            )
-            self._thread_state.save = None
-            return super().prepare_local_plan(plan)
-        publication.make_directory(directory)
-        if self._single_rank() is not None:
-            commit.refuse_if_all_ranks_saved(directory)
-        # torch's method gets a copy, because other threads may use this object for overlapping saves.
-        own = copy.copy(self)
-        own.path = directory
-        if self.overwrite:
-            # torch would warn that the save overwrites a checkpoint, but ours keeps it until the new one is complete.
-            own.fs = filesystem.FileSystem()
-            vars(own.fs)["exists"] = lambda _: False
-        return super(FileSystemWriter, own).prepare_local_plan(plan)
+        folder = self._begin_call().folder
+        publication.make_directory(folder)
+        rank = self._single_rank()
+        if rank is not None:
+            commit.refuse_if_all_ranks_saved(folder)
+            plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+        # torch's writer would warn of a checkpoint that is overwritten. Ours keeps it until the new one is complete.
+        if not self.overwrite and metadata_path(folder, None if rank is None else 0).exists():
+            raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Remove the files of unfinished saves; no rank has begun to write yet."""
-        if self._general_overrides():
-            return super().prepare_global_plan(plans)
-        save = self._thread_state.save = self._save()
-        save.saver = Saver(save.directory, self._single_rank())
-        if not save.saver.reaches_all:  # locks do not reach all machines, as on FUSE
-            is_there = metadata_path(save.directory, self._single_rank()).exists()
-            publication.check_renames(save.directory, replaced=is_there)
-        with contextlib.suppress(OSError), save.saver.exclusive() as alone:
+        """Lock the directory, and remove the files of unfinished saves; no rank has begun to write yet."""
+        call, rank = self._current_call(), self._single_rank()
+        call.is_coordinator = True
+        saver = call.saver = Saver(call.folder, rank)
+        call.held.callback(saver.leave)
+        if not saver.reaches_all:  # locks do not reach all machines, as on FUSE
+            publication.check_renames(
+                call.folder, replaced=metadata_path(call.folder, rank).exists()
+            )
+        with contextlib.suppress(OSError), saver.exclusive() as alone:
             if alone:
-                commit.remove_leftovers(save.directory, rank=self._single_rank())
+                commit.remove_leftovers(call.folder, rank=rank)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -268,22 +200,18 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         StorageError
             The file system refused an operation; the error has the file's name.
         """
-        if self._general_overrides():
-            written = super().write_data(plan, planner).wait()
-            return completed_future(check_all_written(written, plan))
-        record_saver_thread(planner)
+        call = self._current_call()
         # Choose names here and not with the plan, because a planner may reuse a plan for the next save.
-        save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
         try:
-            write = self._write_by_torch if self._must_use_torch() else self._write
-            results = write(plan, planner, f"{prefix}{save_id}_")
+            results = self._write(call.folder, plan, planner, f"{prefix}{secrets.token_hex(8)}_")
+            results += self._description(planner)
+            call.free_state()
         except BaseException:
-            self._end_save()
+            call.end()
             raise
-        _coordinators.saver = self._save().saver
-        if _coordinators.saver is None:
-            self._end_save()  # torch calls finish() on the coordinator only
+        if not call.is_coordinator:
+            call.end()  # torch calls finish() on the coordinator only
         return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -294,87 +222,29 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         CheckpointError
             A part was not written, or a file is missing; the previous checkpoint stays.
         """
-        if self._general_overrides():
-            commit.check_complete(metadata, {result.index for each in results for result in each})
-            super().finish(metadata, results)
-            return
-        _coordinators.saver = None
+        call, rank = self._current_call(), self._single_rank()
         try:
-            save, rank = self._save(), self._single_rank()
             # Work on a copy: a planner may reuse its metadata for the next save, which may already be running.
             own = copy.copy(metadata)
+            results = _compare_ranks(own, results)
             commit.complete_metadata(own, results)
             own.storage_meta = self.storage_meta()
             commit.replace(
-                save.directory,
+                call.folder,
                 own,
-                save.saver or Saver(save.directory, rank),
+                call.saver or Saver(call.folder, rank),
                 rank=rank,
                 overwrite=self.overwrite,
                 sync=self.sync_files,
             )
             metadata.__dict__.update(own.__dict__)
         finally:
-            self._end_save()
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Return the description of this save for `.metadata`."""
-        meta = super().storage_meta()
-        if meta is not None and meta.checkpoint_id is not None:
-            # Store a string: unpickling an unknown path class would fail where its module is missing.
-            meta.checkpoint_id = os.fspath(meta.checkpoint_id)
-        return meta
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory of the current thread's save."""
-        return self.path if self._general_overrides() else self._directory()
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy a state for an asynchronous save; see :class:`Stager`."""
-        if self._stager is None:
-            from tensorferry.checkpoint.staging import Stager
-
-            self._stager = Stager()
-        self.per_thread_copy_ahead = 0  # as in torch: staged tensors are in host memory
-        staged: Any = self._stager.stage(state_dict)
-        self._stagings.add()
-        return staged  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Free the memory of staged states."""
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+            call.end()
 
     def __getstate__(self) -> dict[str, Any]:
         # An asynchronous save in another process pickles the writer. The state has been staged here by then, so the
         # copy does not need the stager.
-        return self.__dict__ | {"_stager": None, "_thread_state": None, "_progress": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _thread_state=threading.local())
-
-    def _directory(self) -> Path:
-        """Return the directory of the current thread's save."""
-        return self._save().directory
-
-    def _save(self) -> _Save:
-        """Return the current thread's save, by default a save to the directory of the last reset() or of the writer."""
-        save: _Save | None = getattr(self._thread_state, "save", None)
-        here = getattr(self._thread_state, "next_directory", None)
-        return save or _Save(here or Path(self.path))
-
-    def _end_save(self) -> None:
-        saver = self._save().saver
-        self._thread_state.save = self._thread_state.next_directory = None
-        if saver is not None:
-            saver.leave()
-
-    def _general_overrides(self) -> frozenset[str]:
-        """Return the overridden hooks if torch's code must do the save; none if they only concern files' contents."""
-        changed = hooks.overridden(self, _HOOKS)
-        return changed if changed - _OF_FILES else frozenset()
+        return self.__dict__ | {"_stager": None, "_progress": None}
 
     def _single_rank(self) -> int | None:
         """Return this rank if it saves without the others (use_collectives=False), otherwise None."""
@@ -383,17 +253,21 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     def _rank(self) -> int:
         return getattr(self, "rank", None) or 0
 
-    def _must_use_torch(self) -> bool:
-        """Return whether torch's own code must write the files."""
-        form = getattr(self, "serialization_format", None)
-        return (
-            bool(getattr(getattr(self, "transforms", None), "extensions", ()))
-            or (form is not None and form.name != "TORCH_SAVE")
-            or bool(hooks.overridden(self, _HOOKS))
-        )
+    def _description(self, planner: SavePlanner) -> list[WriteResult]:
+        """Return what this rank saves under each name, as a result that only :meth:`finish` uses.
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
-        directory = self._directory()
+        The rank writes only some of these values: the planner leaves each one to one of the ranks that have it.
+        """
+        state = getattr(planner, "state_dict", None)
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if is_alone or self._single_rank() is not None or not self._compares_ranks:
+            return []
+        described = rank_values.describe(state) if isinstance(state, dict) else {}
+        return [WriteResult(_DESCRIPTION, 0, described)]
+
+    def _write(
+        self, directory: Path, plan: SavePlan, planner: SavePlanner, prefix: str
+    ) -> list[WriteResult]:
         new_files: list[NewFile] = []
         results: list[WriteResult] = []
         unfinished: deque[tuple[WriteResult, NewFile]] = deque()
@@ -447,7 +321,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 finish_oldest()
             if self.sync_files:
                 publication.sync_directory(directory)
-            plain_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
+            safe_objects.warn_of_refusals(refusals or {}, "FileSystemReader")
             self.last_save = meter.finish()
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
@@ -456,40 +330,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             raise
         return results
 
-    def _write_by_torch(
-        self, plan: SavePlan, planner: SavePlanner, prefix: str
-    ) -> list[WriteResult]:
-        """Have torch write the files, and detect the failures that its threads and streams would hide."""
-        directory, tracked = self._directory(), TrackedFileSystem(self.sync_files)
-        here = os.getpid()
-        own = copy.copy(self)
-        own.path, own.fs = directory, tracked
-        plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
-        try:
-            results = super(FileSystemWriter, own).write_data(plan, planner).wait()
-            check_all_written(results, plan)
-            if self.sync_files:
-                publication.sync_directory(directory)
-        except BaseException as error:
-            if here == os.getpid():  # in a forked child the files belong to the parent
-                tracked.stop()
-                for path in tracked.written:
-                    with contextlib.suppress(OSError):  # the original failure is the one to raise
-                        path.unlink()
-            if tracked.failures and isinstance(error, Exception):
-                raise cause_of(tracked.failures[0]) from None
-            raise
-        return results
 
-
-# _metadata_exists() is not a hook: our prepare_local_plan() calls torch's, which calls it, so an override has an
-# effect.
-_HOOKS = hooks.hooks_of(
-    FileSystemWriter, filesystem.FileSystemWriter, frozenset({"_metadata_exists"})
-)
-# Hooks that only concern the contents of the files. With overrides of only these, torch's code writes new files as ours
-# does, and the save still commits them only when all exist.
-_OF_FILES = frozenset({"_write_data", "transforms"})
+def _compare_ranks(metadata: Metadata, results: list[list[WriteResult]]) -> list[list[WriteResult]]:
+    """Compare what ranks save under one name, and return the results of data."""
+    described = [each.storage_data for own in results for each in own if each.index == _DESCRIPTION]
+    whole = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) == 1
+    ]
+    rank_values.compare(described, whole)
+    return [[each for each in own if each.index != _DESCRIPTION] for own in results]
 
 
 def completed_future(result: _T) -> TorchFuture[_T]:
@@ -497,22 +348,6 @@ def completed_future(result: _T) -> TorchFuture[_T]:
     future: TorchFuture[_T] = TorchFuture()
     future.set_result(result)
     return future
-
-
-def record_saver_thread(planner: SavePlanner) -> None:
-    """Record that this thread saves the planner's state, in case a :class:`Stager` has made it."""
-    staging = sys.modules.get("tensorferry.checkpoint.staging")
-    state: Any = getattr(planner, "state_dict", None)
-    if staging is not None and isinstance(state, Mapping):
-        staging.record_saver(state.values())
-
-
-def check_all_written(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
-    """Return the results of torch's code if they are complete; torch's threads do not report their failures."""
-    if len(results) < len(plan.items):
-        count = len(plan.items) - len(results)
-        raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
-    return results
 
 
 def _write_item(
@@ -532,7 +367,7 @@ def _write_item(
                 f"{item.index.fqn}: the planner returned {type(data)} instead of BytesIO"
             )
         file.write_copied(data.getbuffer())
-        if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
+        if refusals is not None and (why := safe_objects.refusal(data.getvalue())) is not None:
             refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):

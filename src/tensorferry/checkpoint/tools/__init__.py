@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import NotACheckpointError
-from tensorferry.checkpoint.tools.formats import format_of
+from tensorferry.checkpoint.tools.formats import SAFETENSORS, format_of
 from tensorferry.transfer.remote import text_of
 
 if TYPE_CHECKING:
@@ -52,14 +52,15 @@ def verify(
     """
     text = text_of(path)
     found = format_of(text)
-    if write_checksums and not found.keeps_checksums:
+    if write_checksums and found is not SAFETENSORS:
         raise NotACheckpointError(
             "write_checksums: only for safetensors files; files of this format have their own checksums",
             text,
         )
-    return found.tools.verify(
+    report: Report = found.tools.verify(
         text, trust_pickle=trust_pickle, write_checksums=write_checksums, progress=progress
     )
+    return report
 
 
 def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
@@ -73,4 +74,5 @@ def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
         As for :func:`verify`; or the metadata are damaged, or hold objects that torch does not write.
     """
     text = text_of(path)
-    return format_of(text).tools.entries(text, trust_pickle=trust_pickle)
+    found: list[Entry] = format_of(text).tools.entries(text, trust_pickle=trust_pickle)
+    return found

@@ -2,7 +2,9 @@
 
 Such a file is a zip archive with a record for each storage, and a CRC-32 of each record, which torch never checks. The
 core reads the file from beginning to end and computes the CRC-32s, so no data reach Python. The pickle shows to which
-tensors a storage belongs. It is read only to name or list tensors, and only that needs torch.
+tensors a storage belongs. It is read only to name, list or convert tensors, and only that needs torch. No object in it
+is created: in place of any class or function there is one that keeps what the pickle gives it, so tensors inside
+modules or optimizers are found as well.
 """
 
 from __future__ import annotations
@@ -11,12 +13,19 @@ import math
 import struct
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry._core import crc32, crc32_combine
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
+from tensorferry.checkpoint.zipformat.unpickling import (
+    Inert,
+    MalformedError,
+    RefusedError,
+    inert,
+    stand_in,
+)
 from tensorferry.checkpoint.zipformat.zips import Span, UnknownArchiveError
 from tensorferry.transfer.piece_checksums import piece_crcs
 from tensorferry.transfer.python_files import open_python_file, reopen
@@ -25,8 +34,6 @@ from tensorferry.transfer.remote import Version
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
-
-    import torch
 
     from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.tools.formats import ConversionSource
@@ -38,6 +45,12 @@ _MAX_PICKLE_NBYTES = 256 << 20
 _MAX_NBYTES, _MAX_DIMS = (1 << 63) - 1, 1000
 _TAIL_NBYTES = 1 << 16
 _SHOWN_TENSORS = 4
+# Limits for names and containers: a small pickle can use the same long key, or the same container, again and again.
+_MAX_NAME, _MAX_DEPTH, _MAX_NODES = 256, 100, 1_000_000
+_ITSELF = "(itself)"
+# Attributes by which torch marks buffers, and what it calls for plain tensors: a conversion loses nothing by them.
+_OF_BUFFERS = {"persistent", "_is_buffer"}
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
 def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
@@ -58,118 +71,100 @@ def entries(path: str, **_options: object) -> list[Entry]:
     """
     with open_python_file(path) as file:
         archive = _OpenArchive(path, file)
-        try:
-            places = archive.places()
-            found = archive.tensors(places)
-        except OSError as error:
-            error.filename = error.filename or path
-            raise
-    payloads = {
-        _short_name(place.name): place
-        for place in places
-        if _short_name(place.name).startswith("data/")
-    }
+        places = archive.places()
+        found = archive.tensors(places)
+    payloads = {_short_name(place.name): place for place in places}
     listed = [
         _entry(name, tensor, path, payloads.get(_record_of(tensor))) for name, tensor in found
     ]
     known = {_record_of(tensor) for _, tensor in found}
     for name, place in payloads.items():
-        if name not in known:
+        if name.startswith("data/") and name not in known:
             shard = Shard((), (), Path(path).name, place.begin, place.begin + place.nbytes)
             listed.append(Entry(place.name, None, (), place.nbytes, (shard,)))
     return listed
 
 
 def find_source(path: str, **_options: object) -> ConversionSource:
-    """Return the tensors to convert."""
-    from tensorferry.checkpoint.storage import huggingface
-    from tensorferry.checkpoint.tools.formats import ConversionSource
-    from tensorferry.checkpoint.tools.trees import MAX_NAME
-
-    identity = Version.at(path)
-    verify(path).require_sound()
-    found, others = payloads(path)
-    unclear = tuple(name for name in found if len(name) >= MAX_NAME or "?" in name.split("."))
-    if unclear:
-        raise CheckpointError(
-            "their names are too long, or contain keys that are not text", path, names=unclear
-        )
-    return ConversionSource(*huggingface.from_payloads(path, found, identity), others)
-
-
-def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
-    """Return the location of each tensor's elements in a file, and the names of the objects that are not tensors.
+    """Return the tensors to convert.
 
     Raises
     ------
-    OSError
-        The file cannot be read.
     CheckpointError
-        The file's pickle or directory is damaged; or a tensor's elements have gaps between them; or the bytes are in
-        big-endian order.
+        The file is damaged, or its tensors have no clear names or are not plain.
     """
-    from tensorferry.base.ranges import memory_order
-    from tensorferry.checkpoint.zipformat.blobs import Payload
+    from tensorferry.checkpoint.storage import huggingface
+    from tensorferry.checkpoint.tools.formats import ConversionSource
 
+    identity = Version.at(path)
+    verify(path).require_sound()
     others: list[str] = []
     with open_python_file(path) as file:
         archive = _OpenArchive(path, file)
         places = archive.places()
-        by_name = {_short_name(place.name): place for place in places}
         found = archive.tensors(places, others)
-        order = by_name.get("byteorder")
-        if order and archive.read(order.begin, order.begin + order.nbytes) != b"little":
-            raise CheckpointError("its bytes are in big-endian order", path)
+        _check_records(archive, places, {_record_of(tensor) for _, tensor in found})
+    by_name = {_short_name(place.name): place for place in places}
     payloads: dict[str, Payload] = {}
-    unknown = {name for name in by_name if name.startswith("data/")}
-    unknown -= {_record_of(tensor) for _, tensor in found}
-    if unknown:
-        reason = "the archive has records that belong to no tensor"
-        raise CheckpointError(reason, path, names=tuple(sorted(unknown)))
-    # Compare names without regard to case, as torch does when it looks for records.
-    counts = Counter(_short_name(place.name).lower() for place in places)
-    alike = sorted(place.name for place in places if counts[_short_name(place.name).lower()] > 1)
-    if alike:
-        reason = (
-            "the archive has records whose names are equal, or differ in upper and lower case only"
-        )
-        raise CheckpointError(reason, path, names=tuple(alike))
     for name, tensor in found:
         if name in payloads:
             raise CheckpointError("two tensors would have this name", path, names=(name,))
-        entry = _entry(name, tensor, path, by_name.get(_record_of(tensor)))
-        (shard,) = entry.shards
-        dims = tuple(range(len(tensor.sizes)))
-        if entry.nbytes:
-            if shard.file is None:
-                raise CheckpointError("its bytes are not in the file", path, names=(name,))
-            dims = memory_order(tensor.sizes, tensor.strides) or ()
-            if len(dims) != len(tensor.sizes):
-                reason = "its elements have gaps or share memory: save a contiguous copy of it"
-                raise CheckpointError(reason, path, names=(name,))
-        if tensor.neg and not _has_negatives(tensor.dtype):
-            reason = f"it has the negative bit, but torch cannot negate {tensor.dtype}"
+        if len(name) >= _MAX_NAME or "?" in name.split("."):
+            reason = "its name is too long, or contains keys that are not text"
             raise CheckpointError(reason, path, names=(name,))
-        payloads[name] = Payload(
-            shard.begin,
-            entry.nbytes,
-            tensor.dtype,
-            tensor.sizes,
-            dims,
-            conj=tensor.conj,
-            neg=tensor.neg,
-        )
-    return payloads, others
+        payloads[name] = _payload(name, tensor, path, by_name.get(_record_of(tensor)))
+    return ConversionSource(*huggingface.from_payloads(path, payloads, identity), others)
 
 
-def _has_negatives(dtype: torch.dtype) -> bool:
+def _check_records(archive: _OpenArchive, places: list[Span], known: set[str]) -> None:
+    """Refuse an archive of which torch could read other bytes than a conversion."""
+    names = [_short_name(place.name) for place in places]
+    counts = Counter(
+        name.lower() for name in names
+    )  # torch looks records up without regard to case
+    for reason, wrong in (
+        (
+            "the archive has records whose names are equal, or differ in upper and lower case only",
+            [name for name in names if counts[name.lower()] > 1],
+        ),
+        (
+            "the archive has records that belong to no tensor",
+            [name for name in names if name.startswith("data/") and name not in known],
+        ),
+    ):
+        if wrong:
+            raise CheckpointError(reason, archive.path, names=tuple(sorted(wrong)))
+    for place in places:
+        order = _short_name(place.name) == "byteorder"
+        if order and archive.read(place.begin, place.begin + place.nbytes) != b"little":
+            raise CheckpointError("its bytes are in big-endian order", archive.path)
+
+
+def _payload(name: str, tensor: PickledTensor, path: str, place: Span | None) -> Payload:
+    """Return the location of a tensor's elements; CheckpointError if they are not in one range of the file."""
     import torch
 
-    try:
-        torch.zeros(1, dtype=dtype).neg()
-    except RuntimeError:
-        return False
-    return True
+    from tensorferry.base.ranges import memory_order
+    from tensorferry.checkpoint.zipformat.blobs import Payload
+
+    entry = _entry(name, tensor, path, place)
+    (shard,) = entry.shards
+    dims: tuple[int, ...] | None = tuple(range(len(tensor.sizes)))
+    if entry.nbytes:
+        dims = memory_order(tensor.sizes, tensor.strides)
+        if shard.file is None:
+            raise CheckpointError("its bytes are not in the file", path, names=(name,))
+        if dims is None:
+            reason = "its elements have gaps or share memory: save a contiguous copy of it"
+            raise CheckpointError(reason, path, names=(name,))
+    if tensor.neg:
+        try:
+            torch.zeros(1, dtype=tensor.dtype).neg()
+        except RuntimeError:
+            reason = f"it has the negative bit, but torch cannot negate {tensor.dtype}"
+            raise CheckpointError(reason, path, names=(name,)) from None
+    bits = {"conj": tensor.conj, "neg": tensor.neg}
+    return Payload(shard.begin, entry.nbytes, tensor.dtype, tensor.sizes, dims or (), **bits)
 
 
 def _entry(name: str, tensor: PickledTensor, path: str, place: Span | None) -> Entry:
@@ -213,12 +208,19 @@ class _OpenArchive:
             raise CheckpointError(
                 self._truncation() or f"its directory is damaged: {error}", self.path
             ) from None
+        except OSError as error:
+            error.filename = error.filename or self.path
+            raise
 
     def tensors(
         self, places: list[Span], others: list[str] | None = None
     ) -> list[tuple[str, PickledTensor]]:
-        """Return the tensors in the pickle, by name."""
-        from tensorferry.checkpoint.tools.trees import named_tensors
+        """Return the tensors in the pickle, by names made of the keys that lead to them.
+
+        With ``others``, that gets the names of all objects that are not tensors, and tensors that are not plain raise
+        CheckpointError.
+        """
+        from tensorferry.checkpoint.zipformat.blobs import Describer
 
         pickles = [place for place in places if place.name.partition("/")[2] == "data.pkl"]
         if len(pickles) != 1 or pickles[0].nbytes > _MAX_PICKLE_NBYTES:
@@ -230,7 +232,11 @@ class _OpenArchive:
         if crc != 0 and crc32(data) != crc:
             reason = f"its CRC-32 is {crc32(data):08x} instead of {crc:08x}"
             raise CheckpointError(reason, self.path, names=(name,), begin=begin, end=begin + nbytes)
-        return named_tensors(data, self.path, others)
+        try:
+            root = Describer(data, _find_any).load()
+        except (MalformedError, RefusedError) as error:
+            raise CheckpointError(f"its pickle cannot be read ({error})", self.path) from None
+        return _Tree(self.path, others).tensors(root)
 
     def _truncation(self) -> str | None:
         """Return a message if the archive's end is missing, or is not at the end of the file."""
@@ -244,6 +250,111 @@ class _OpenArchive:
         if at + zips.END.size > len(tail):
             return "its last bytes are missing: the file was cut short"
         return f"there are {len(tail) - at - zips.END.size} bytes after its end"
+
+
+def _find_any(name: str) -> Any:
+    """Return a stand-in for any class or function."""
+    from tensorferry.checkpoint.zipformat.blobs import TENSORS, torch_constant
+
+    if name in ("collections.OrderedDict", "collections.defaultdict"):
+        return stand_in(name, lambda *_: _Dict())
+    if name in _TENSOR_MAKERS:
+        return stand_in(name, _TENSOR_MAKERS[name])
+    return TENSORS.get(name) or torch_constant(name) or inert(name)
+
+
+class _Dict(dict[Any, Any]):
+    """An OrderedDict or defaultdict; the attribute ``_metadata`` of a state_dict() is dropped."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict or state.keys() - {"_metadata"}:
+            self[Inert("attributes", ())] = state
+
+
+def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
+    return Inert("torch._utils._rebuild_parameter", (data,)) if hooks or state else data
+
+
+def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Make a subclass of tensors, or a tensor with attributes."""
+    made = function(*arguments)
+    attributes = state.keys() - _OF_BUFFERS if type(state) is dict else state
+    is_plain = not attributes and getattr(kind, "name", "") in _PLAIN
+    return made if is_plain else Inert("torch._tensor._rebuild_from_type_v2", (made, state))
+
+
+_TENSOR_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+}
+
+
+class _Tree:
+    """Finds the tensors in the containers and objects of a pickle, by names such as "model.layers.0.weight".
+
+    For ``others`` see :meth:`_OpenArchive.tensors`.
+    """
+
+    def __init__(self, path: str, others: list[str] | None) -> None:
+        self._path, self._others = path, others
+        self._found: list[tuple[str, Any]] = []
+        self._count = 0
+        self._above: set[int] = set()  # the ids of the containers around what is visited
+
+    def tensors(self, root: Any) -> list[tuple[str, Any]]:
+        """Return the tensors in the order of the pickle."""
+        self._visit("", root, self._others)
+        return self._found
+
+    def _visit(self, name: str, value: Any, others: list[str] | None) -> None:
+        from tensorferry.checkpoint.zipformat.blobs import PickledTensor
+
+        self._count += 1
+        if self._count > _MAX_NODES:
+            reason = "its pickle has more than a million tensors and containers"
+            raise CheckpointError(reason, self._path)
+        children: Any = ()
+        if type(value) is PickledTensor:
+            self._found.append((name or _ITSELF, value))
+            if self._others is not None and value.more:
+                raise self._error("it is a tensor with hooks or attributes", name)
+            return
+        if isinstance(value, dict):
+            children = value.items()
+        elif type(value) in (list, tuple):
+            children = enumerate(value)
+        elif isinstance(value, Inert):
+            children = [*((None, each) for each in value.parts), *value.items]
+            if self._others is not None and "._rebuild_" in value.called:
+                raise self._error(f"it is an unknown kind of tensor ({value.called})", name)
+        if others is not None and (isinstance(value, Inert) or (not children and self._above)):
+            others.append(name or _ITSELF)
+        if isinstance(value, Inert):
+            others = None  # it is lost as a whole
+        if id(value) in self._above or len(self._above) == _MAX_DEPTH:
+            if self._others is not None and children:
+                reason = f"it is nested in itself, or in {_MAX_DEPTH} containers, and would be lost"
+                raise self._error(reason, name)
+            return
+        if not children:
+            return
+        self._above.add(id(value))
+        for key, child in children:
+            self._visit(_join_name(name, key), child, others)
+        self._above.remove(id(value))
+
+    def _error(self, reason: str, name: str) -> CheckpointError:
+        return CheckpointError(reason, self._path, names=(name or _ITSELF,))
+
+
+def _join_name(name: str, key: Any) -> str:
+    if key is None:  # a part of an object
+        return name
+    known = type(key) is str or (type(key) is int and abs(key) < 1 << 64)
+    part = str(key)[:_MAX_NAME] if known else "?"
+    whole = f"{name}.{part}" if name else part
+    return whole if len(whole) <= _MAX_NAME else f"{whole[: _MAX_NAME - 1]}…"
 
 
 class _ReadRange(NamedTuple):

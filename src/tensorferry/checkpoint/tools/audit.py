@@ -16,10 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.contents import Contents
-from tensorferry.checkpoint.storage.destinations import ItemCompletion, Memory
 from tensorferry.checkpoint.storage.metadata import file_checksums, read_metadata
 from tensorferry.checkpoint.storage.names import metadata_files
-from tensorferry.checkpoint.storage.reading import Reading, ReadRequest
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import blobs, zips
 from tensorferry.safetensors.sources import tiles
@@ -166,16 +164,10 @@ class _CheckpointAudit(Audit):
     def _check_file(
         self, contents: Contents, name: str, infos: list[tuple[MetadataIndex, _StorageInfo]]
     ) -> None:
-        file = contents.open(name, damaged=self.problem)
         if contents.has_checksums(name):
-            everything = Memory(ItemCompletion(file.nbytes, count=self.meter.add))
-            with Reading() as reading:
-                reading.begin_file(file)
-                if file.nbytes:
-                    reading.add(iter([ReadRequest(0, file.nbytes, everything)]))
-                reading.finish()
-            self.report.nbytes += file.nbytes
+            self.report.nbytes += contents.verify_file(name, self.problem, self.meter.add)
             return
+        file = contents.open(name, damaged=self.problem)
         try:
             end = 0
             with reopen_python_file(file.file) as plain:

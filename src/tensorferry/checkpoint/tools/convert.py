@@ -1,4 +1,4 @@
-"""Conversion between formats: checkpoints of torch.distributed.checkpoint, safetensors, and files of torch.save.
+"""Conversion of checkpoints and files of torch.save to safetensors, and of safetensors to checkpoints.
 
 Tensors are read a few megabytes at a time, in the order of the new files, and written while the next ones are read. The
 new files replace existing ones only when all are complete.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from tensorferry.base.checks import decimal_nbytes, one_of
+from tensorferry.base.checks import decimal_nbytes
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import assembly, huggingface
 from tensorferry.checkpoint.storage.names import TORCH_SUFFIXES
-from tensorferry.checkpoint.tools.formats import FORMATS, format_of
+from tensorferry.checkpoint.tools.formats import (
+    CHECKPOINTS,
+    FORMATS,
+    SAFETENSORS,
+    format_of,
+)
 from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
 from tensorferry.transfer.remote import text_of
@@ -26,27 +31,20 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.tools.formats import ConversionSource
 
-# The suffixes of files in formats that convert() does not write. A folder with such a name would be a mistake.
-_OTHER_SUFFIXES = (
-    *TORCH_SUFFIXES,
-    *(suffix for each in FORMATS if not each.marks for suffix in each.suffixes),
-    *(".sd", ".safetensor"),
-)
-
-To = Literal["auto", "dcp", "safetensors"]
+# The suffixes of files in other formats. A folder with such a name would be a mistake.
+_OTHER_SUFFIXES = (*TORCH_SUFFIXES, ".npy", ".npz", ".sd", ".safetensor")
 
 
 def convert(
     source: Readable,
     target: str | os.PathLike[str],
     *,
-    to: To = "auto",
     max_shard_nbytes: int | str = "5GB",
     tensors_only: bool = False,
     trust_pickle: bool = False,
     progress: Listener | None = None,
 ) -> Throughput:
-    """Convert a checkpoint, a model in safetensors files, or a file of torch.save, in bounded memory.
+    """Convert a checkpoint or a file of torch.save to safetensors, or safetensors to a checkpoint, in bounded memory.
 
     Parameters
     ----------
@@ -57,8 +55,6 @@ def convert(
         The file to write, if the name ends in ".safetensors", or else the folder. The suffix of another file format,
         such as ".pt" or ".npz", is refused. An existing file or model of the same format is replaced, durably, when
         everything has been written.
-    to : "auto", "dcp" or "safetensors"
-        The format of the folder. "auto" converts safetensors to a checkpoint, and all other formats to safetensors.
     max_shard_nbytes : int or str
         As for :func:`tensorferry.safetensors.sharded.save_sharded`.
     tensors_only : bool
@@ -94,8 +90,6 @@ def convert(
     Metadata of safetensors files are kept. In a checkpoint they are an object with the name ``__metadata__``, and
     additional names of tied weights in them become names of the same bytes.
     """
-    written = {each.name: each for each in FORMATS if each.marks}
-    one_of(to, "to", ("auto", *written))
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_listener(progress)
     path, place = text_of(source, "source"), Path(os.fsdecode(target))
@@ -113,9 +107,12 @@ def convert(
             path,
             names=tuple(found.others),
         )
+    target_format = CHECKPOINTS if source_format is SAFETENSORS else SAFETENSORS
     if place.name.endswith(index.FILE_SUFFIX):
-        if to == "dcp":
-            raise ValueError(f"target: {str(place)!r} is a file name, but a checkpoint is a folder")
+        if target_format is CHECKPOINTS:
+            raise ValueError(
+                f"target: {str(place)!r} is a file name, but safetensors become a checkpoint, which is a folder"
+            )
         return _to_file(found, place, progress)
     if place.exists() and not place.is_dir():
         reason = (
@@ -123,15 +120,15 @@ def convert(
             f"{index.FILE_SUFFIX!r})"
         )
         raise NotADirectoryError(errno.ENOTDIR, reason, str(place))
-    target_format = written[source_format.becomes if to == "auto" else to]
-    others = tuple(mark for each in FORMATS if each is not target_format for mark in each.marks)
-    if place.is_dir() and any(each.name.endswith(others) for each in place.iterdir()):
+    others = (each.marks for each in FORMATS if each is not target_format)
+    if place.is_dir() and any(each.name.endswith(sum(others, ())) for each in place.iterdir()):
         raise CheckpointError(
             "the target folder already has a model in another format, which readers would load in place of the new "
             "one (remedy: convert to another folder)",
             str(place),
         )
-    return target_format.tools.write(found, place, limit, progress)
+    written: Throughput = target_format.tools.write(found, place, limit, progress)
+    return written
 
 
 def _to_file(found: ConversionSource, path: Path, progress: Listener | None) -> Throughput:

@@ -1,4 +1,4 @@
-"""The table of formats: how each is recognized, and which module lists, verifies, converts and writes it.
+"""The table of formats: how each is recognized, and which module lists, verifies and converts it.
 
 A format is recognized by names and a few bytes, without torch, so a mistyped path fails fast.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import stat
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.checkpoint.errors import NotACheckpointError
 from tensorferry.checkpoint.storage.names import (
@@ -25,13 +25,10 @@ from tensorferry.transfer.remote import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.contents import ItemLocator
-    from tensorferry.checkpoint.tools.findings import Entry, Report
 
 # The beginning of files that torch.save wrote before torch 1.6: a pickle of this number.
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -68,64 +65,31 @@ class ConversionSource(NamedTuple):
         }
 
 
-class Tools(Protocol):
-    """The functions of a format's module, which is imported on first use."""
-
-    def verify(
-        self, path: str, *, trust_pickle: bool, write_checksums: bool, progress: Listener | None
-    ) -> Report:
-        """Verify a path; see :func:`tensorferry.checkpoint.verify`."""
-
-    def entries(self, path: str, *, trust_pickle: bool) -> list[Entry]:
-        """Return the entries, reading as little as possible; see :func:`tensorferry.checkpoint.tools.entries`."""
-
-    def find_source(self, path: str, *, trust_pickle: bool) -> ConversionSource:
-        """Return the contents for `convert`; CheckpointError if they are damaged."""
-
-    def write(
-        self, found: ConversionSource, folder: Path, shard_nbytes: int, progress: Listener | None
-    ) -> Throughput:
-        """Write a folder; only formats with ``marks`` (:class:`Format`) have this function."""
-
-
 class Format(NamedTuple):
-    """A file format: one entry of :data:`FORMATS`.
+    """A file format.
 
     Attributes
     ----------
-    name : str
-        The format's name for ``convert --to``.
     module : str
-        The module with its :class:`Tools`, in this package.
-    suffixes : tuple of str
-        A regular file with one of these suffixes has this format, even if it is damaged.
-    is_file : function of (path, first bytes)
-        Whether another regular file has this format; may raise an error that says what the file is instead.
-    is_folder : function of a path, optional
+        The module of this package with the format's functions: ``verify`` and ``entries``, as in
+        :mod:`tensorferry.checkpoint.tools`, and ``find_source``, which returns a :class:`ConversionSource`.
+    is_folder : function of a path
         Whether a folder has this format.
+    is_file : function of (path, first bytes)
+        Whether a regular file has this format; may raise an error that says what the file is instead.
     marks : tuple of str
-        Suffixes of the files by which readers recognize a folder of this format. If there are none, `convert` does not
-        write the format.
-    becomes : str
-        The format to which ``convert --to auto`` converts files of this format.
-    keeps_checksums : bool
-        Whether `verify` can write checksums next to files of this format.
+        Suffixes of the files by which readers recognize the format.
     """
 
-    name: str
     module: str
-    suffixes: tuple[str, ...]
+    is_folder: Callable[[str], bool]
     is_file: Callable[[str, bytes], bool]
-    is_folder: Callable[[str], bool] = lambda _: False
     marks: tuple[str, ...] = ()
-    becomes: str = "safetensors"
-    keeps_checksums: bool = False
 
     @property
-    def tools(self) -> Tools:
-        """The module with the format's functions."""
-        tools: Any = importlib.import_module(f"{__package__}.{self.module}")
-        return tools  # type: ignore[no-any-return]
+    def tools(self) -> Any:
+        """The module with the format's functions, which is imported on first use."""
+        return importlib.import_module(f"{__package__}.{self.module}")
 
 
 def format_of(path: str) -> Format:
@@ -157,9 +121,8 @@ def format_of(path: str) -> Format:
         raise NotACheckpointError("it is one file of a checkpoint: pass the folder", path)
     if not stat.S_ISREG(mode):
         raise NotACheckpointError("it is neither a file nor a folder", path)
-    for each in FORMATS:
-        if name.endswith(each.suffixes):
-            return each
+    if name.endswith(SAFETENSORS.marks):  # even if it is damaged
+        return SAFETENSORS
     with open_python_file(path) as file:
         head = file.read(SNIFFED_NBYTES)
     return next(each for each in FORMATS if each.is_file(path, head))
@@ -175,12 +138,6 @@ def _has_metadata(path: str) -> bool:
 def _begins_as_safetensors(path: str, head: bytes) -> bool:
     nbytes = int.from_bytes(head[:8], "little")
     return head[8:9] == b"{" and nbytes + 8 <= as_path(path).stat().st_size
-
-
-def _begins_as_numpy(_path: str, head: bytes) -> bool:
-    """Return whether a file begins as .npy files do, or is a zip archive with a .npy file as the first member."""
-    first = head[zips.LOCAL_HEADER.size :][: int.from_bytes(head[26:28], "little")]
-    return head.startswith(b"\x93NUMPY") or (zips.begins(head) and first.endswith(b".npy"))
 
 
 def _is_torch_file(path: str, head: bytes) -> bool:
@@ -199,11 +156,7 @@ def _is_torch_file(path: str, head: bytes) -> bool:
             raise NotACheckpointError(other, path)
         # One of the two may be damaged: the file counts as an archive if its beginning or its end is that of one.
         if not zips.begins(head) and not zips.ends(tail):
-            what = (
-                "it is empty"
-                if nbytes == 0
-                else "it is not a file of torch.save, NumPy or safetensors"
-            )
+            what = "it is empty" if nbytes == 0 else "it is not a file of torch.save or safetensors"
             raise NotACheckpointError(what, path)
         try:
             names = zips.names(read, nbytes)
@@ -212,23 +165,17 @@ def _is_torch_file(path: str, head: bytes) -> bool:
     if any(name.partition(b"/")[2] == b"constants.pkl" for name in names):
         raise NotACheckpointError("it is a TorchScript program, not a file of torch.save", path)
     if b"data.pkl" not in head and not any(name.endswith(b"data.pkl") for name in names):
-        raise NotACheckpointError("it is a zip archive, but not one of torch.save or NumPy", path)
+        raise NotACheckpointError("it is a zip archive, but not one of torch.save", path)
     return True
 
 
-# The order in which formats are tried. A new format is an entry here, and its module.
-FORMATS = (
-    Format("dcp", "checkpoints", (), lambda *_: False, _has_metadata, (METADATA_NAME,)),
-    Format(
-        "safetensors",
-        "safetensors_files",
-        (index.FILE_SUFFIX, index.SUFFIX),
-        _begins_as_safetensors,
-        lambda path: any(index.names_in(path)),
-        (index.FILE_SUFFIX, index.SUFFIX),
-        becomes="dcp",
-        keeps_checksums=True,
-    ),
-    Format("numpy", "numpy_files", (".npy", ".npz"), _begins_as_numpy),
-    Format("torch", "archives", (), _is_torch_file),
+CHECKPOINTS = Format("checkpoints", _has_metadata, lambda *_: False, (METADATA_NAME,))
+SAFETENSORS = Format(
+    "safetensors_files",
+    lambda path: any(index.names_in(path)),
+    _begins_as_safetensors,
+    (index.FILE_SUFFIX, index.SUFFIX),
 )
+ARCHIVES = Format("archives", lambda _: False, _is_torch_file)
+# The order in which formats are tried.
+FORMATS = (CHECKPOINTS, SAFETENSORS, ARCHIVES)

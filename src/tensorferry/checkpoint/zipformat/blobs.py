@@ -17,12 +17,14 @@ import torch
 
 from tensorferry._core import crc32
 from tensorferry.base.ranges import memory_order
-from tensorferry.checkpoint.zipformat import pickles, zips
-from tensorferry.checkpoint.zipformat.pickles import (
-    Constructor,
+from tensorferry.checkpoint.zipformat import zips
+from tensorferry.checkpoint.zipformat.unpickling import (
     MalformedError,
     RefusedError,
-    table,
+    StandIn,
+    Unpickler,
+    refuse_call,
+    stand_in,
 )
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError
 
@@ -161,7 +163,7 @@ def examine_range(
 class PickledTensor(NamedTuple):
     """A tensor's description in a pickle: its storage, as :func:`storage_of` returns it, and its layout in elements.
 
-    ``conj`` and ``neg`` are as for :class:`Payload`.
+    ``conj`` and ``neg`` are as for :class:`Payload`; ``more`` is whether the tensor has hooks or other attributes.
     """
 
     storage: tuple[Any, ...]
@@ -171,6 +173,7 @@ class PickledTensor(NamedTuple):
     dtype: torch.dtype
     conj: bool = False
     neg: bool = False
+    more: bool = False
 
 
 def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
@@ -194,8 +197,8 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
 
     if "byteorder" in by_name and small("byteorder") != b"little":
         return None
-    tensor, _ = pickles.loads(small("data.pkl"), DESCRIPTIONS, storage_of)
-    if type(tensor) is not PickledTensor:
+    tensor = Describer(small("data.pkl"), _find_described).load()
+    if type(tensor) is not PickledTensor or tensor.more or tensor.conj or tensor.neg:
         return None
     _, kind, key, _, count = tensor.storage
     dtype = tensor.dtype
@@ -223,76 +226,76 @@ def storage_of(identity: Any) -> Any:
     if type(identity[2]) is not str:  # formatting nested tuples as text could need unlimited memory
         raise MalformedError("a storage with a name that is not text")
     _, kind, *rest = identity
-    return ("storage", STORAGES.get(kind.name) if type(kind) is Constructor else None, *rest)
+    return ("storage", STORAGES.get(kind.name) if isinstance(kind, StandIn) else None, *rest)
 
 
-def tensor_constructors(
-    finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], Any],
-) -> list[Constructor]:
-    """Return the constructors for the functions with which torch rebuilds tensors.
+class Describer(Unpickler):
+    """Reads a pickle of torch.save, in which tensors become :class:`PickledTensor` and no storage is needed."""
 
-    ``finish`` is called with the checked description of a tensor, its requires_grad, its hooks, and any other
-    attributes.
-    """
-
-    def tensor_v3(
-        storage: Any,
-        offset: Any,
-        sizes: Any,
-        strides: Any,
-        grad: Any,
-        hooks: Any,
-        dtype: Any,
-        bits: Any = None,
-    ) -> Any:
-        if (
-            not isinstance(storage, tuple)
-            or len(storage) != 5
-            or not (bits is None or type(bits) is dict)
-        ):
-            raise MalformedError("a tensor without a storage, or with unknown attributes")
-        dtype = storage[1] if dtype is None else dtype
-        counts = (storage[4], offset, *sizes, *strides)
-        if (
-            not isinstance(storage[1], torch.dtype)
-            or type(sizes) is not tuple
-            or type(strides) is not tuple
-            or len(sizes) != len(strides)
-            or not isinstance(dtype, torch.dtype)
-            or any(type(count) is not int or count < 0 for count in counts)
-        ):
-            raise MalformedError("an unknown kind of tensor")
-        more = dict(bits or {})
-        conj, neg = more.pop("conj", False) is True, more.pop("neg", False) is True
-        return finish(
-            PickledTensor(storage, offset, sizes, strides, dtype, conj, neg), grad, hooks, more
-        )
-
-    def tensor_v2(*arguments: Any) -> Any:
-        """Take the arguments of tensor_v3 without the dtype."""
-        with_dtype = (*arguments[:6], None, *arguments[6:])
-        return tensor_v3(*with_dtype)
-
-    return [
-        Constructor("torch._utils._rebuild_tensor_v2", tensor_v2),
-        Constructor("torch._utils._rebuild_tensor_v3", tensor_v3),
-    ]
+    def persistent_load(self, identity: Any) -> Any:
+        """Return the description of a storage."""
+        return storage_of(identity)
 
 
-def _plain(tensor: PickledTensor, _grad: Any, hooks: Any, more: dict[Any, Any]) -> PickledTensor:
-    if hooks or more or tensor.conj or tensor.neg:
+def torch_constant(name: str) -> Any:
+    """Return a dtype, layout or memory format of torch by its full name, else None. A pickle cannot change them."""
+    value = vars(torch).get(name.removeprefix("torch."))
+    is_constant = isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+    return value if is_constant and name.startswith("torch.") else None
+
+
+def _tensor_v3(
+    storage: Any,
+    offset: Any,
+    sizes: Any,
+    strides: Any,
+    _grad: Any,
+    hooks: Any,
+    dtype: Any,
+    bits: Any = None,
+) -> PickledTensor:
+    if (
+        not isinstance(storage, tuple)
+        or len(storage) != 5
+        or not (bits is None or type(bits) is dict)
+    ):
+        raise MalformedError("a tensor without a storage, or with unknown attributes")
+    dtype = storage[1] if dtype is None else dtype
+    counts = (storage[4], offset, *sizes, *strides)
+    if (
+        not isinstance(storage[1], torch.dtype)
+        or type(sizes) is not tuple
+        or type(strides) is not tuple
+        or len(sizes) != len(strides)
+        or not isinstance(dtype, torch.dtype)
+        or any(type(count) is not int or count < 0 for count in counts)
+    ):
         raise MalformedError("an unknown kind of tensor")
-    return tensor
+    more = dict(bits or {})
+    conj, neg = more.pop("conj", False) is True, more.pop("neg", False) is True
+    return PickledTensor(
+        storage, offset, sizes, strides, dtype, conj, neg, more=bool(hooks or more)
+    )
 
 
-def _refuse_call(*_arguments: Any) -> Any:
-    raise MalformedError("a storage created by the pickle")
+def _tensor_v2(*arguments: Any) -> PickledTensor:
+    """Take the arguments of :func:`_tensor_v3` without the dtype."""
+    with_dtype = (*arguments[:6], None, *arguments[6:])
+    return _tensor_v3(*with_dtype)
 
 
-DESCRIPTIONS = table(
-    [
-        *tensor_constructors(_plain),
-        Constructor("collections.OrderedDict", lambda *_: {}),
-        *(Constructor(name, _refuse_call) for name in STORAGES),
-    ]
-)
+TENSORS = {
+    "torch._utils._rebuild_tensor_v2": stand_in("torch._utils._rebuild_tensor_v2", _tensor_v2),
+    "torch._utils._rebuild_tensor_v3": stand_in("torch._utils._rebuild_tensor_v3", _tensor_v3),
+    **{name: stand_in(name, refuse_call) for name in STORAGES},
+}
+"""The stand-ins for what torch.save writes for tensors."""
+
+
+def _find_described(name: str) -> Any:
+    if name == "collections.OrderedDict":
+        return _EMPTY
+    return TENSORS.get(name) or torch_constant(name)
+
+
+_EMPTY = stand_in("collections.OrderedDict", lambda *_: {})
