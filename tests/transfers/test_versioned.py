@@ -11,11 +11,15 @@ import pytest
 from tensorferry import StorageError
 from tensorferry.transfer.remote import Version
 from tensorferry.transfer.versioned import VersionedFile
+from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
+from tests.support.page_cache import make_cold
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
+
+    from tests.support.faultfs import FaultFS
 
 
 @pytest.fixture
@@ -116,3 +120,15 @@ def test_a_result_that_is_asked_for_after_the_file_was_closed_is_as_before(
         future = file.read_into(np.zeros(5, np.uint8))
     write_in_place(path, b"2")
     assert future.result().tobytes() == b"11111"
+
+
+def test_reads_in_flight_are_compared_when_the_file_is_closed(
+    faultfs: FaultFS,
+) -> None:
+    path = faultfs.path / "file"
+    path.write_bytes(b"1" * 100_000)
+    make_cold(path)
+    faultfs.order(Fault("read", delay_s=0.1))
+    with VersionedFile(path) as file:
+        futures = [file.read_into(np.zeros(50_000, np.uint8)) for _ in range(3)]
+    assert all(future.result()[-1] == ord("1") for future in futures)

@@ -70,8 +70,10 @@ class VersionedFile(File):
     ) -> None:
         super().__init__(path, direct=direct)
         self._changed = changed
+        # close() settles futures, which asks for the version, when it has already forgotten the core's file.
+        self._core = self._open_file()
         try:
-            self.version = version or _lasting_version(self)
+            self.version = version or self._lasting_version()
             self.check()
         except BaseException:
             self.close()
@@ -83,7 +85,7 @@ class VersionedFile(File):
             raise error
 
     def _change(self) -> Exception | None:
-        if Version.of(self) == self.version:
+        if self._present_version() == self.version:
             return None
         if self._changed is not None:
             return self._changed(self.path)
@@ -114,17 +116,24 @@ class VersionedFile(File):
             future.done()
         return future
 
+    def _present_version(self) -> Version:
+        if self._version is not None:
+            return self._version
+        status = os.fstat(self._core.descriptor)
+        return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
-def _lasting_version(file: File) -> Version:
-    """Return the version of a file, at a time from which on a change leads to another version.
+    def _lasting_version(self) -> Version:
+        """Return the version, at a time from which on a change leads to another version.
 
-    The clock of time stamps ticks every few milliseconds, and two changes in the same tick have the same time (except
-    on Linux 6.13 and later, if the time was asked for between them). So if the file was modified in the present tick,
-    wait for the next one.
-    """
-    version = Version.of(file)
-    give_up = time.monotonic() + _MAX_TICK_SECONDS
-    while version.modified == time.clock_gettime_ns(_COARSE_CLOCK) and time.monotonic() < give_up:
-        time.sleep(_POLL_SECONDS)
-        version = Version.of(file)
-    return version
+        The clock of time stamps ticks every few milliseconds, and two changes in the same tick have the same time
+        (except on Linux 6.13 and later, if the time was asked for between them). So if the file was modified in the
+        present tick, wait for the next one.
+        """
+        version = self._present_version()
+        give_up = time.monotonic() + _MAX_TICK_SECONDS
+        while (
+            version.modified == time.clock_gettime_ns(_COARSE_CLOCK) and time.monotonic() < give_up
+        ):
+            time.sleep(_POLL_SECONDS)
+            version = self._present_version()
+        return version
