@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry import ShortReadError, StorageError, Table
+from tensorferry.safetensors import SafetensorError
+from tensorferry.safetensors.numpy import save_file
 from tests.support import forks, page_cache
 from tests.support.effort import examples
 from tests.support.engines import one_engine
@@ -44,7 +46,7 @@ numbers = st.one_of(
 
 
 class Place:
-    """A table of random rows in a new file, or over several."""
+    """A table of random rows in a new file, or in several safetensors files."""
 
     def __init__(
         self, directory: pathlib.Path, rows: int, row_nbytes: int, offset: int, count: int
@@ -54,17 +56,18 @@ class Place:
         self.array = generator.integers(0, 256, (rows, row_nbytes), np.uint8)
         self.offset = offset
         self.paths = [directory / f"part{at}" for at in range(count)]
-        self.path: Any = self.paths[0] if count == 1 else self.paths
-        with tensorferry.open(self.path, "w", **self.stripes) as file:
-            behind = b"behind" * 2000
-            file.write([bytes(offset), self.array, behind])
-
-    @property
-    def stripes(self) -> dict[str, Any]:
-        return {} if len(self.paths) == 1 else {"stripe_nbytes": 8192}
+        if count == 1:
+            tensorferry.write(self.paths[0], [bytes(offset), self.array, b"behind" * 2000])
+        else:
+            for path, part in zip(self.paths, np.array_split(self.array, count), strict=True):
+                save_file({path.name: part}, path)
 
     def open(self, **options: Any) -> Table:
-        return Table(self.path, self.array.shape, np.uint8, self.offset, **self.stripes, **options)
+        if len(self.paths) == 1:
+            return Table(self.paths[0], self.array.shape, np.uint8, self.offset, **options)
+        options.pop("engine", None)
+        names = [path.name for path in self.paths]
+        return Table.from_safetensors(self.paths, names, framework="np", **options)
 
     def make(self, state: str) -> None:
         """Bring the whole table, nothing, or the first half of each file into the page cache."""
@@ -158,10 +161,10 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
         for number, row in zip(ids, new, strict=True):
             place.array[number] = row
         np.testing.assert_array_equal(table.gather(range(rows)), place.array)
-    with tensorferry.open(place.path, **place.stripes) as file:
-        around = file.read(np.empty(file.size, np.uint8))
-    assert not around[:offset].any()
-    assert around[offset + place.array.nbytes :].tobytes() == b"behind" * 2000
+    if count == 1:
+        around = place.paths[0].read_bytes()
+        assert not any(around[:offset])
+        assert around[offset + place.array.nbytes :] == b"behind" * 2000
 
 
 def test_a_mask_of_ids_is_not_ignored(directory: pathlib.Path) -> None:
@@ -372,13 +375,51 @@ def test_a_file_that_became_shorter_is_told(
 ) -> None:
     place = small(directory)
     with place.open(engine=engine) as table:
-        os.truncate(place.path, 7 + 50 * 300)
+        os.truncate(place.paths[0], 7 + 50 * 300)
         place.make(state)
         np.testing.assert_array_equal(table.gather([49, 3]), place.array[[49, 3]])
         with pytest.raises(ShortReadError):
             table.gather_async([50, 3]).result()
         with pytest.raises(ShortReadError):
             table.gather([3, 99])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_a_file_has_lost_are_never_zeros(directory: pathlib.Path, count: int) -> None:
+    """A write behind the new end would make zeros of them."""
+    place = small(directory, count=count)
+    with place.open(mode="r+") as table:
+        os.truncate(
+            place.paths[-1], place.paths[-1].stat().st_size - 300 * 20 - 12000 * (count == 1)
+        )
+        for rows in ([99], [0], [99, 0]):
+            with pytest.raises(StorageError, match=r"but .* has"):
+                table.scatter(rows, place.array[rows])
+        np.testing.assert_array_equal(table.gather([3, 50]), place.array[[3, 50]])
+        with pytest.raises(ShortReadError):
+            table.gather([97])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_a_file_that_was_saved_again_in_place_are_refused(
+    directory: pathlib.Path, count: int
+) -> None:
+    """They may be at other offsets now."""
+    weight = np.arange(120, dtype=np.float32).reshape(30, 4)
+    paths = [directory / f"{at}.safetensors" for at in range(count)]
+    for at, (path, part) in enumerate(zip(paths, np.array_split(weight, count), strict=True)):
+        save_file({f"w{at}": part}, path)
+    with Table.from_safetensors(paths, [f"w{at}" for at in range(count)], framework="np") as table:
+        np.testing.assert_array_equal(table.gather([29, 3]), weight[[29, 3]])
+        paths[-1].write_bytes(paths[-1].read_bytes())
+        for gather in (table.gather, lambda rows: table.gather_async(rows).result()):
+            with pytest.raises(SafetensorError, match="replaced or changed"):
+                gather([29, 3])
+
+
+def test_several_paths_are_refused_with_what_to_do_instead(directory: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match=r"a table is in one file, got 2 paths \(remedy"):
+        Table([directory / "a", directory / "b"], (1, 1), np.uint8)  # type: ignore[arg-type]
 
 
 def test_pages_that_hold_nothing_wanted_are_not_read(engine: str, directory: pathlib.Path) -> None:
@@ -431,7 +472,7 @@ def test_a_closed_table_refuses_and_says_so(engine: str, directory: pathlib.Path
     place = small(directory)
     table = place.open(engine=engine)
     future = table.gather_async([1])
-    assert f"[100, 300] uint8 of {str(place.path)!r}" in repr(table)
+    assert f"[100, 300] uint8 of {str(place.paths[0])!r}" in repr(table)
     assert len(table) == 100
     table.close()
     table.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import tensorferry
 from tensorferry._core import crc32
 from tensorferry.base.checks import Path, checked_path
-from tensorferry.errors import StorageError
+from tensorferry.errors import ChecksumError, StorageError
 from tensorferry.safetensors import header, sidecar
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
@@ -68,6 +68,16 @@ class FileChecksums(NamedTuple):
     nbytes: int
     header_nbytes: int
     header_crc32: int
+
+    def check_header(self, data: bytes, path: str) -> None:
+        """Raise ChecksumError if the bytes of a header, with its length field, are not those of the checksums."""
+        if (len(data), crc32(data)) != (self.header_nbytes, self.header_crc32):
+            reason = (
+                "the header is damaged, or the file was replaced after its checksums were written"
+            )
+            error = ChecksumError(None, f"Checksum mismatch ({reason})", path)
+            error.nbytes = len(data)
+            raise error
 
     def covering(self, begin: int, end: int) -> tuple[int, int, list[int]]:
         """Return the start and end of the chunks that contain a range of the file, and the CRC-32s of these chunks."""

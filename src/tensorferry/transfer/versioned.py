@@ -81,10 +81,11 @@ class VersionedFile(File):
 
     def check(self) -> None:
         """Raise the exception for a changed file if the file has another version than the expected one."""
-        if (error := self._change()) is not None:
+        if (error := self.change()) is not None:
             raise error
 
-    def _change(self) -> Exception | None:
+    def change(self) -> Exception | None:
+        """Return the exception for a changed file, or None."""
         if self._present_version() == self.version:
             return None
         if self._changed is not None:
@@ -110,7 +111,7 @@ class VersionedFile(File):
         if (
             self._version is None
         ):  # the requests for objects in buckets compare the version themselves
-            future._gives(given, self._change)
+            future._gives(given, self.change)
             # close() asks only those futures that were not done when the transfer began, and a file that is closed
             # cannot be asked for its version.
             future.done()
