@@ -5,7 +5,6 @@ Each runs in a separate process (``bench.Bench.worker``), with memory that was t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import os
@@ -229,40 +228,6 @@ class CopyAndChecksum:
                 self.target[: piece.nbytes].copy_(piece)
                 _core.crc32(view[: piece.nbytes])
         return watch.result(self.source.nbytes)
-
-
-class Drives(TransferPeer):
-    """One array to and from several drives, as one striped file or as a separate file with a share on each drive."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = ordinary_tensor(nbytes)
-
-    def save(self, path: list[Path], striped: bool) -> None:
-        self._move(path, striped, write=True)
-
-    def load(self, path: list[Path], striped: bool) -> None:
-        self._move(path, striped, write=False)
-
-    def written(self, path: list[Path], seed: int, offset: int = 0, **options: Any) -> bool:
-        contents = [each.read_bytes() for each in path]
-        rows = range(0, len(contents[0]), MIB if options["striped"] else len(contents[0]))
-        found = b"".join(content[row : row + rows.step] for row in rows for content in contents)
-        return found == byte_view(self.tensor)
-
-    def _move(self, paths: list[Path], striped: bool, *, write: bool) -> None:
-        mode = "w" if write else "r"
-        with contextlib.ExitStack() as stack:
-            if striped:
-                opened: list[Any] = [stack.enter_context(tensorferry.open(paths, mode))]
-            else:  # with a setting such as queue_depth, each file gets separate workers
-                opened = [
-                    stack.enter_context(tensorferry.open(path, mode, queue_depth=128))
-                    for path in paths
-                ]
-            shares = self.tensor.chunk(len(opened))
-            pairs = zip(opened, shares, strict=True)
-            for future in [f.write_from(s) if write else f.read_into(s) for f, s in pairs]:
-                future.result()
 
 
 # Plain Python

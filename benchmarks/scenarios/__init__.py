@@ -26,7 +26,6 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "large": files.large,
     "deepspeed": files.deepspeed,
     "segments": files.segments,
-    "striped": files.striped,
     "store": small.store,
     "warm": files.warm,
     "random": small.random_reads,

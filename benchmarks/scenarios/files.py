@@ -1,4 +1,4 @@
-"""One large tensor to a file and back: compared with fio, plain Python and DeepSpeed, in segments, and over two drives.
+"""One large tensor to a file and back: compared with fio, plain Python and DeepSpeed, and in segments.
 
 Rules: all contenders use O_DIRECT and no fsync. Every write uses a new preallocated file, and the file is dropped from
 the page cache before each read. Only "plain Python write + fsync, readinto" uses the page cache. The same rows show
@@ -12,9 +12,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import peers
-from benchmarks.bench import GIB, LARGE, MIB, Config, first, measured, reads, scenario, writes
+from benchmarks.bench import GIB, LARGE, MIB, Config, measured, reads, scenario, writes
 from benchmarks.memory import write_pattern
-from tensorferry.tuning.scratch import make_cold, make_warm, remove
+from tensorferry.tuning.scratch import make_warm, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,49 +223,6 @@ def _segments(
             cpu = comparison.cpu_over(checked, LIMIT)
             bench.at_most(f"{what}, {checked}: CPU over {LIMIT}", 1.4, cpu)
     return found
-
-
-# One file over two drives compared with each drive alone, and with a file on each drive at the same time
-
-DRIVE_NBYTES_PER_SECOND = 1_000_000_000
-ALONE = ("first drive alone", "second drive alone")
-BOTH = "a file on each, same time"
-STRIPED = "one file over both"
-
-
-@scenario
-def striped(bench: Bench) -> None:
-    """Compare one striped file with each drive alone, and with a file on each drive.
-
-    The rate of each drive is limited (with cgroup v1) to a value of which the processors can serve the double. Without
-    a limit, two drives over memory are as slow as one on machines with few processors.
-    """
-    size = 3 * bench.nbytes + 64 * MIB
-    with bench.on_drives(size, DRIVE_NBYTES_PER_SECOND, 2) as both:
-        drives = [each.directory for each in both]
-        paths = {label: [drive / "alone"] for label, drive in zip(ALONE, drives, strict=True)}
-        paths |= {
-            BOTH: [each / "share" for each in drives],
-            STRIPED: [each / "striped" for each in drives],
-        }
-        worker = both[0].worker(peers.Drives, nbytes=bench.nbytes)
-        # The reads use the files of the last round of writes.
-        for call, prepare, checked, rules in (
-            ("write", remove, {"check": first}, "fresh files, O_DIRECT, no fsync"),
-            ("read", make_cold, {}, "cold files, O_DIRECT"),
-        ):
-            ways = {
-                label: measured(
-                    *(worker, call, prepare, each),
-                    **{"path": each, "striped": label == STRIPED, "seed": SEED} | checked,
-                )
-                for label, each in paths.items()
-            }
-            comparison = bench.compare(f"striped: {call}", rules, ours=ways)
-            what = f"striped: {bench.nbytes / GIB:.3g} GiB {call}, {STRIPED}"
-            share = comparison.over_sum(STRIPED, ALONE)
-            bench.at_least(f"{what} over the sum of each alone", 0.9, share)
-            bench.at_least(f"{what} over {BOTH}", 0.95, comparison.over(STRIPED, BOTH))
 
 
 # A file in the page cache: tensorferry must choose the faster of buffered and direct reads automatically

@@ -337,12 +337,6 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
   return segments;
 }
 
-PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::optional<Location> location) {
-  PySegments segments;
-  segments.add({address, nbytes, location}, owner);
-  return segments;
-}
-
 // Find the memory of some rows of a table, which is stored in one file or in several, one behind the other. `numbers`
 // is the address of the `count` row numbers. For each file that has some of the rows, return the file's index, the
 // first of the rows in it, and the memory of the rows. `ends` has, for each file, the number of the first row behind
@@ -557,13 +551,8 @@ void bind_collect(nb::module_& module) {
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
       .def("moved", &any_moved)
-      .def_static("of", &of_one, "address"_a, "nbytes"_a, "owner"_a.none(), "location"_a.none())
       .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
-      .def("ranges", &ranges, "offset"_a)
-      .def("all_gaps", [](const PySegments& segments) {
-        return std::all_of(segments.pieces.begin(), segments.pieces.end(),
-                           [](const PySegments::Piece& piece) { return piece.address == 0; });
-      });
+      .def("ranges", &ranges, "offset"_a);
   module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "check"_a,
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "
                      "check: collections.abc.Callable[[int, typing.Any], "

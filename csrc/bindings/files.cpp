@@ -156,10 +156,10 @@ void bind_files(nb::module_& module) {
           "size"_a)
       .def(
           "preallocate",
-          [](const PyFile& file, uint64_t offset, uint64_t nbytes, bool keep_size) {
-            act_on(file, [&](File& core) { return core.preallocate(offset, nbytes, keep_size); });
+          [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
+            act_on(file, [&](File& core) { return core.preallocate(offset, nbytes); });
           },
-          "offset"_a, "nbytes"_a, "keep_size"_a = false)
+          "offset"_a, "nbytes"_a)
       .def(
           "punch",
           [](const PyFile& file, uint64_t offset, uint64_t nbytes) {

@@ -116,10 +116,12 @@ struct PyRequest {
     return found;
   }
 
-  // The exception of the failed item with the lowest position, or None.
+  // The exception of the failed item with the lowest position, which refers to the others, or None.
   nb::object exception() const {
-    if (core->faults().empty()) return nb::none();
-    return exception_of(core->faults().begin()->second);
+    nb::list found;
+    for (const auto& [position, fault] : core->faults()) found.append(exception_of(fault));
+    if (found.size() < 2) return found.size() == 0 ? nb::none() : nb::object(found[0]);
+    return call_python(imported("tensorferry.errors", "first_error"), found, "of this call");
   }
 };
 

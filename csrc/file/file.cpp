@@ -643,7 +643,7 @@ Result<std::optional<uint64_t>> File::size() const {
   return std::optional<uint64_t>(static_cast<uint64_t>(status.st_size));
 }
 
-std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool keep_size) {
+std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   if (!regular_ || nbytes == 0) return std::nullopt;
   if (was_opened_with(offset + nbytes)) return std::nullopt;
   struct stat status;
@@ -677,7 +677,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     return at_begin(fault("reserve space", errno));
   }
   // The blocks are reserved; if the size cannot be set now, the writes will set it.
-  if (!keep_size && fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
+  if (fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
     return at_begin(fault("reserve space", EINTR));
   }
   return std::nullopt;

@@ -158,10 +158,10 @@ class File : public std::enable_shared_from_this<File> {
   }
 
   // Reserve blocks for the part of [offset, offset + nbytes) that is beyond the file's present end, and extend the size
-  // to cover the range; with `keep_size`, only reserve. Direct writes then do not extend the file (ext4 and XFS
-  // serialize writes that do), and a full disk is found before the first write. If the file system does not support
-  // fallocate, this does nothing. If space is refused, the size stays as it was.
-  std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
+  // to cover the range. Direct writes then do not extend the file (ext4 and XFS serialize writes that do), and a full
+  // disk is found before the first write. If the file system does not support fallocate, this does nothing. If space is
+  // refused, the size stays as it was.
+  std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes);
 
   // Return a fault if the file size limit (RLIMIT_FSIZE) does not allow a write up to the offset `end`.
   std::optional<Fault> check_end(uint64_t end) const;

@@ -24,7 +24,6 @@ from tensorferry.transfer.futures import Future
 from tensorferry.transfer.memory import bounce_pool_nbytes, empty, set_bounce_pool_nbytes
 from tensorferry.transfer.runtime import engines
 from tensorferry.transfer.streams import Field, Stream
-from tensorferry.transfer.striped import StripedFile
 
 __version__ = "0.2.0"
 
@@ -38,7 +37,6 @@ __all__ = [
     "ShortReadError",
     "StorageError",
     "Stream",
-    "StripedFile",
     "Table",
     "aio_handle",
     "bounce_pool_nbytes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import importlib
 import itertools
 import math
@@ -24,7 +23,8 @@ from tensorferry.transfer.arrays import masked_type, memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import in_background
 from tensorferry.transfer.futures import Future
-from tensorferry.transfer.runtime import scheduler_of, with_descriptors
+from tensorferry.transfer.requests import start_segments
+from tensorferry.transfer.runtime import scheduler_of
 from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
@@ -108,16 +108,8 @@ class Table:
         one_of(mode, "mode", _MODES)
         self._describe(shape, dtype)
         offset = checked_offset(offset, self._shape[0] * self._row_nbytes)
-        if isinstance(path, (list, tuple)):
-            raise TypeError(
-                f"path: a table is in one file, got {len(path)} paths (remedy for several drives: a striped device)"
-            )
         file = open_file(
-            *(path, mode),
-            direct=direct,
-            engine=engine,
-            block_size=block_size,
-            queue_depth=queue_depth,
+            path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth
         )
         self._set_parts([_Part(file, offset, self._shape[0])])
 
@@ -421,30 +413,15 @@ class Table:
     # Several files
 
     def _start(self, out: Any, target: Any, parts: list[_Rows], background: bool) -> Future[Any]:
-        """Start to read the rows of each file, in one request. If a submission fails, cancel the others and raise."""
+        """Start to read the rows of each file, in one request: all files of a table have the same scheduler."""
         future = Future(out, target)
-        scheduler = scheduler_of(self._files[0]._scheduler, self._files[0]._open_file(), False)
-        scheduler.check_usable()
-        request = scheduler.new_request(False, False, False, False, background)
-
-        def submit(at: int) -> None:
-            core, segments, offset = parts[at].file._open_file(reading=True), *parts[at][1:]
-            for _, refusal in scheduler.submit(  # True: this file gets no more transfers
-                *(request, [core], [0], [segments.nbytes], [offset], [at], future, None, [True]),
-                segments=segments,
-            ):
-                raise refusal
-
-        try:
-            for at in range(len(parts)):
-                with_descriptors(scheduler, functools.partial(submit, at), opens=False)
-        except BaseException as error:
-            request.cancel()
-            request.seal()
-            if isinstance(error, Exception):
-                request.wait(None)
-            raise
-        request.seal()
+        first = self._files[0]
+        request = start_segments(
+            scheduler_of(first._scheduler, first._open_file(), False),
+            [(file._open_file(reading=True), segments, at) for file, segments, at in parts],
+            future,
+            background=background,
+        )
         future._start(request, lambda: _failure_of(target, parts))
         for file in self._files:
             file._pending.add(future)

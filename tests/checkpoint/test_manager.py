@@ -990,7 +990,7 @@ def test_what_an_alive_save_has_begun_is_no_leftover(
 
 
 def test_names_of_what_saves_leave() -> None:
-    for name in ("__0_0.distcp", ".tensorferry.lock", f".metadata.{'0' * 16}.tmp"):
+    for name in ("__0_0.distcp", ".tensorferry.lock", f".tensorferry-new-{'0' * 16}.tmp"):
         assert commit.is_save_file(name)
     for name in (".metadata", "__0.metadata", "model.pt", UNFINISHED, ""):
         assert not commit.is_save_file(name)

@@ -124,26 +124,6 @@ def test_any_part_of_a_file_is_read_wherever_its_bytes_are(
     assert_equal(path.read_bytes(), data)
 
 
-def test_a_file_over_several_paths_takes_gpu_memory_and_host_memory_mixed(
-    gpu: Gpu, engine: str, directory: pathlib.Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(40 * BLOCK + 5).tobytes()
-    cuts = [0, 7 * BLOCK + 1, 9 * BLOCK, 30 * BLOCK + 77, len(data)]
-    parts = [data[begin:end] for begin, end in itertools.pairwise(cuts)]
-    paths = [directory / f"part{index}" for index in range(3)]
-    with tensorferry.open(paths, "w+", stripe_nbytes=BLOCK, engine=engine) as file:
-        sources = [Amid(gpu, part, 4) if at % 2 else part for at, part in enumerate(parts)]
-        file.write([one.array if isinstance(one, Amid) else one for one in sources], 3)
-        found = bytearray(len(data))
-        file.read(found, 3)
-        assert_equal(found, data)
-        targets = [Amid(gpu, len(parts[0]), 1), len(parts[1]), Amid(gpu, len(parts[2]), 512)]
-        wanted = [one.array if isinstance(one, Amid) else one for one in targets]
-        file.read_into(wanted, 3).result()
-    assert_equal(targets[0].contents(), parts[0])
-    assert_equal(targets[2].contents(), parts[2])
-
-
 @in_turn
 @given(
     nbytes=sizes,

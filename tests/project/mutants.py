@@ -39,11 +39,6 @@ def _mutant(name: str, invariant: str, file: str, old: str, new: str, *tests: st
     return Mutant(name, invariant, file, old, new, tests)
 
 
-_STRIPED = (
-    "a transfer of a striped file begins on all its drives or on none, and none of its "
-    "files is shorter than its share"
-)
-
 _AHEAD = (
     "a pipeline delivers every read, in order, whatever interrupts it, and has no more in"
     " flight than the read-ahead"
@@ -697,13 +692,32 @@ MUTANTS = [
         "a write and what cuts its file behind it begin together or not at all",
     ),
     _mutant(
-        "a-replaced-file-is-not-synced-once-it-has-a-name",
+        "a-new-file-is-not-durable-when-it-gets-its-name",
         "a file that is replaced atomically is the old one or the new one at every moment",
         "src/tensorferry/transfer/replacement.py",
-        "                os.fsync(self._descriptor)\n",
-        "                pass\n",
+        "array, sync=True, priority=priority",
+        "array, sync=False, priority=priority",
         "tests/transfers/test_power_cuts.py::"
         "test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut[ext2]",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-running-writer-is-removed",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "        if is_unlocked is False:\n            return\n",
+        "        is_unlocked = True\n",
+        "tests/transfers/test_temporary_files.py::test_a_running_writer_keeps_its_file",
+    ),
+    _mutant(
+        "a-temporary-file-of-a-killed-writer-stays",
+        "the temporary file of a killed writer is removed by the next replacement in its "
+        "directory, and that of a running writer is not",
+        "src/tensorferry/transfer/publication.py",
+        "                _remove_abandoned(self)\n",
+        "                pass\n",
+        "tests/transfers/test_temporary_files.py::"
+        "test_the_next_replacement_removes_what_a_killed_one_left[write]",
     ),
     _mutant(
         "commit-does-not-look-at-files",
@@ -718,7 +732,7 @@ MUTANTS = [
         "metadata-is-not-synced",
         "a directory holds a complete checkpoint at every moment",
         "src/tensorferry/transfer/publication.py",
-        "        if sync:\n            os.fsync(file.fileno())\n",
+        "        if sync:\n            os.fsync(self.descriptor)\n",
         "",
         "tests/checkpoint/test_crash.py"
         "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",
@@ -1111,22 +1125,6 @@ MUTANTS = [
         "            if failure is not None:\n                raise own if",
         "            if failure is not None and rank == self.rank:\n                raise own if",
         "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
-    ),
-    _mutant(
-        "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "        if size is None or size >= needed:\n            return\n",
-        "        return\n",
-        "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
-    ),
-    _mutant(
-        "closing-does-not-wait-for-parts-to-be-submitted",
-        _STRIPED,
-        "src/tensorferry/transfer/striped.py",
-        "lambda: self._submitting == 0",
-        "lambda: True",
-        "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
     ),
     _mutant(
         "chunks-are-verified-in-the-array",

@@ -18,7 +18,7 @@ from tests.support.leaks import settled
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--rounds=2", f"--nbytes={4 << 20}", "--parameters=1000000", "--no-huge-pages")
-ON_LOOP_DEVICES = {"segments", "striped", "safetensors_loop", "checkpoint_loop"}
+ON_LOOP_DEVICES = {"segments", "safetensors_loop", "checkpoint_loop"}
 # With DeepSpeed or a GPU.
 WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "larger_than_memory", "gpu", "gpu_tmpfs"}
 

@@ -31,7 +31,7 @@ import torch
 from typing_extensions import assert_type
 
 import tensorferry
-from tensorferry import Checksums, File, Future, StripedFile
+from tensorferry import Checksums, File, Future
 
 tensor, ndarray = torch.empty(3), numpy.zeros(3)
 
@@ -88,16 +88,13 @@ with tensorferry.open("x", "r+b") as file:
     file.write(tensor, 5)
     file.read_into("text")  # wrong
     file.write("text")  # wrong
-with tensorferry.open(["x", "y"], stripe_nbytes=4096) as striped:
-    assert_type(striped, StripedFile)
+tensorferry.open(["x", "y"])  # wrong
 
 
 async def main() -> None:
     async with tensorferry.open("x") as opened:
         assert_type(opened, File)
         assert_type(await opened.read_into(bytearray(3)), bytearray)
-    async with tensorferry.open(["x", "y"]) as several:
-        assert_type(several, StripedFile)
 
 
 asyncio.run(main())

@@ -418,7 +418,7 @@ def test_rows_of_a_file_that_was_saved_again_in_place_are_refused(
 
 
 def test_several_paths_are_refused_with_what_to_do_instead(directory: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match=r"a table is in one file, got 2 paths \(remedy"):
+    with pytest.raises(TypeError, match=r"path: expected one path, got a list \(remedy"):
         Table([directory / "a", directory / "b"], (1, 1), np.uint8)  # type: ignore[arg-type]
 
 

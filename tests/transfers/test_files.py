@@ -467,14 +467,18 @@ def test_a_copy_is_the_same_object_and_does_not_end_the_original(
         copied = copy.copy(handle)
         del copied  # a handle closes its workers when it is deleted
         assert handle.sync_pread(data, directory / "file") == 1
-    for path in (directory / "file", [directory / "file"]):
-        with tensorferry.open(path) as file:  # type: ignore[call-overload]
-            copy.copy(file).close()
-            assert file.closed
+    with tensorferry.open(directory / "file") as file:
+        copy.copy(file).close()
+        assert file.closed
 
 
-@pytest.mark.parametrize(
-    "kind", [tensorferry.File, tensorferry.StripedFile, tensorferry.Table, NumpyFile]
-)
+def test_a_list_of_paths_is_refused_and_told_what_to_do(directory: pathlib.Path) -> None:
+    for paths in ([directory / "a"], (directory / "a", directory / "b")):
+        with pytest.raises(TypeError, match=r"expected one path, got a (list|tuple) \(remedy: "):
+            tensorferry.open(paths, "w")  # type: ignore[arg-type]
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", [tensorferry.File, tensorferry.Table, NumpyFile])
 def test_what_is_not_made_completely_can_be_shown(kind: Any) -> None:
     assert f"{kind.__name__} object at" in repr(kind.__new__(kind))

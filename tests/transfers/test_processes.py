@@ -21,7 +21,6 @@ from tests.support import child, required
 from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.faultfs import Fault
-from tests.support.threads import InThread
 
 if TYPE_CHECKING:
     from tests.conftest import MakeHandle
@@ -176,23 +175,6 @@ def test_leaving_the_interpreter_has_one_patience_for_all_that_hangs(
         ended = child.call(program, timeout_s=120, count=14, patience_seconds=10, **arguments)
     said = ended.output
     assert "abandoned" in said
-
-
-@one_engine
-def test_a_striped_file_has_one_patience_for_all_its_drives(
-    engine: str, faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 10.0)
-    paths = [faultfs.path / f"part{at}" for at in range(14)]
-    file = tensorferry.open(paths, "w+", stripe_nbytes=4096, engine=engine)
-    file.write(np.ones(14 * 4096, np.uint8))
-    faultfs.order(Fault("read", hold=True))
-    future = file.read_into(np.zeros(14 * 4096, np.uint8))
-    faultfs.await_held(14)
-    with pytest.warns(RuntimeWarning, match="abandoned"):
-        InThread(file.close).result()
-    faultfs.clear()
-    future.result()
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])

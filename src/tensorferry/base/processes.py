@@ -127,10 +127,14 @@ class LockDescriptors:
             return
         with contextlib.suppress(OSError):
             unlock()
-        self._owners.pop(descriptor, None)
+        self.forget(descriptor)
         # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+    def forget(self, descriptor: int) -> None:
+        """Record that a descriptor is no longer locked; the caller closes it."""
+        self._owners.pop(descriptor, None)
 
     def _close_all(self) -> None:
         for descriptor in self._owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, is_pair
 from tensorferry.transfer.arrays import memory_of, memory_or_segments
@@ -11,7 +11,6 @@ from tensorferry.transfer.checksums import checked
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.requests import checked_items, transfer, transfer_many
 from tensorferry.transfer.runtime import default_scheduler
-from tensorferry.transfer.striped import StripedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,17 +22,9 @@ if TYPE_CHECKING:
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority, ReadOptions
 
-    _Path = TypeVar("_Path", bound=Path)
-
     # Options that the overloads of a function share. The function itself has them with their defaults.
     class _ReadOptions(ReadOptions, total=False):
         direct: Direct
-
-    class _OpenOptions(TypedDict, total=False):
-        direct: Direct
-        engine: str | None
-        block_size: int | None
-        queue_depth: int | None
 
 
 # An argument that is returned unchanged: one array, or a list or tuple of arrays and of numbers of bytes to skip.
@@ -336,41 +327,27 @@ def read_many(
     )
 
 
-@overload
 def open(
-    path: list[_Path] | tuple[Path, ...],
+    path: Readable,
     mode: str = "r",
     *,
-    stripe_nbytes: int | None = None,
-    **options: Unpack[_OpenOptions],
-) -> StripedFile: ...
-@overload
-def open(path: Readable, mode: str = "r", **options: Unpack[_OpenOptions]) -> File: ...
-def open(
-    path: Readable | list[_Path] | tuple[Path, ...],
-    mode: str = "r",
-    *,
-    stripe_nbytes: int | None = None,
     direct: Direct = "auto",
     engine: str | None = None,
     block_size: int | None = None,
     queue_depth: int | None = None,
-) -> File | StripedFile:
-    """Open a file for many transfers (:class:`File`), or several paths as one striped file (:class:`StripedFile`).
+) -> File:
+    """Open a file for many transfers.
 
     Parameters
     ----------
-    path : str, bytes or PathLike, or a list or tuple of these
-        The file. A list or tuple names the parts of one striped file, in this order. For reading, the path may also be
-        an object in a bucket: a URL (``s3://``, ``gs://``, ``az://``, ``https://``) or a pair of an obstore store and
-        a key. This requires the extra ``tensorferry[remote]``, and the settings below have no effect.
+    path : str, bytes or PathLike
+        The file. For reading, the path may also be an object in a bucket: a URL (``s3://``, ``gs://``, ``az://``,
+        ``https://``) or a pair of an obstore store and a key. This requires the extra ``tensorferry[remote]``, and the
+        settings below have no effect.
     mode : str
         As for the built-in ``open``: "r" reads, "r+" reads and writes an existing file, "w" and "w+" start with an
         empty file, "x" and "x+" create a file that must not exist. Files are always binary; a "b" is allowed and has
         no effect.
-    stripe_nbytes : int, optional
-        For several paths: the stripe size, which is the number of consecutive bytes in one part before the next part
-        continues. A multiple of 4096; 1 MiB by default. Open a file with the stripe size that it was written with.
     direct : "auto", True or False
         As for :func:`read` and :func:`write`.
     engine : str, optional
@@ -380,7 +357,7 @@ def open(
     queue_depth : int, optional
         The maximum number of blocks in flight. If any of ``engine``, ``block_size`` and ``queue_depth`` is given, the
         file has its own workers. If none is given, the file uses the settings that ``tensorferry tune`` has stored for
-        its file system (a profile), or else the defaults. Each part of a striped file has its own workers in any case.
+        its file system (a profile), or else the defaults.
 
     Raises
     ------
@@ -394,17 +371,11 @@ def open(
         The path is an object in a bucket, and obstore is not installed.
     """
     if isinstance(path, (list, tuple)) and not is_pair(path):
-        return StripedFile(
-            path,
-            mode,
-            stripe_nbytes=stripe_nbytes,
-            direct=direct,
-            engine=engine,
-            block_size=block_size,
-            queue_depth=queue_depth,
+        raise TypeError(
+            f"path: expected one path, got a {type(path).__name__} (remedy: to use several drives, one file on each "
+            "with read_many and write_many, a TensorStore over several directories, or one file system over the "
+            "drives, by md or LVM)"
         )
-    if stripe_nbytes is not None:
-        raise ValueError("stripe_nbytes: only a list of paths has stripes; this is a single path")
     return File(
         path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth
     )

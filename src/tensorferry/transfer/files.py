@@ -6,7 +6,6 @@ libaio or threads) submits these to the kernel. Files that are opened without se
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import os
@@ -88,135 +87,12 @@ _MODES = {
 }
 
 
-class TransferMethods(abc.ABC):
-    """Base class of open files: blocking and asynchronous reads and writes, and closing at the end of a ``with`` block.
-
-    The end of an ``async with`` block awaits the outstanding transfers, and other tasks of the event loop run
-    meanwhile.
-    """
-
-    _pending: PendingFutures
-
-    @overload
-    def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
-    ) -> _ArrayArgument: ...
-    @overload
-    def read(
-        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
-    ) -> list[Any]: ...
-    def read(
-        self,
-        array: Any,
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
-    ) -> Any:
-        """Fill an array, or several, with the bytes at ``offset``, and return ``array``. See :func:`read`."""
-        return self._transfer(array, offset, (False, False, in_background(priority), checksums))
-
-    def write(
-        self,
-        array: Array | Iterable[Array],
-        offset: int = 0,
-        *,
-        sync: bool = False,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
-    ) -> None:
-        """Write an array, or several, into the file at ``offset`` (bytes). Bytes after the last one written are kept.
-
-        See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`File.truncate` shortens it.
-        """
-        self._transfer(array, offset, (True, sync, in_background(priority), checksums))
-
-    @overload
-    def read_into(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
-    ) -> Future[_ArrayArgument]: ...
-    @overload
-    def read_into(
-        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
-    ) -> Future[list[Any]]: ...
-    def read_into(
-        self,
-        array: Any,
-        offset: int = 0,
-        *,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
-    ) -> Future[Any]:
-        """Start to fill an array, or several, with the bytes at ``offset``.
-
-        Returns
-        -------
-        Future
-            Its result is ``array``.
-        """
-        return self._start(array, offset, (False, False, in_background(priority), checksums))
-
-    @overload
-    def write_from(  # type: ignore[overload-overlap]  # a list is an iterable, too
-        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[WriteOptions]
-    ) -> Future[_ArrayArgument]: ...
-    @overload
-    def write_from(
-        self, array: Iterable[Array], offset: int = 0, **options: Unpack[WriteOptions]
-    ) -> Future[list[Any]]: ...
-    def write_from(
-        self,
-        array: Any,
-        offset: int = 0,
-        *,
-        sync: bool = False,
-        priority: Priority = "normal",
-        checksums: Checksums | None = None,
-    ) -> Future[Any]:
-        """Start to write an array, or several, at ``offset`` (bytes). Do not change them until the future is done.
-
-        Returns
-        -------
-        Future
-            Its result is ``array``.
-        """
-        return self._start(array, offset, (True, sync, in_background(priority), checksums))
-
-    def __copy__(self) -> Self:
-        return self  # a copy would share the core's files, and closing it would close them under the original
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aexit__(self, *_: object) -> None:
-        try:
-            for future in self._pending.alive():
-                await future._wait_until_done()
-        finally:
-            # close() blocks the event loop only if transfers are left: if this task was cancelled, or if another thread
-            # has started transfers meanwhile.
-            self.close()
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Wait for the outstanding transfers, and close the file."""
-
-    @abc.abstractmethod
-    def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
-        """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
-
-    @abc.abstractmethod
-    def _transfer(self, array: _Array, offset: int, how: How) -> _Array: ...
-
-    @abc.abstractmethod
-    def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]: ...
-
-
-class File(TransferMethods):
+class File:
     """An open file, made by :func:`tensorferry.open`.
 
     Any number of threads may use it at the same time, with any number of outstanding transfers. Closing waits for the
-    transfers. Files are context managers.
+    transfers. Files are context managers. The end of an ``async with`` block awaits the outstanding transfers, and
+    other tasks of the event loop run meanwhile.
     """
 
     _version: Version | None = None  # the version of an object in a bucket; None for a local file
@@ -231,7 +107,7 @@ class File(TransferMethods):
         block_size: int | None = None,
         queue_depth: int | None = None,
     ) -> None:
-        how = mode_flags(mode)
+        how = _mode_flags(mode)
         past_cache = direct_mode(direct)
         if mode in ("r", "rb") and (is_pair(path) or is_url(path)):
             self._open_object(path)
@@ -326,6 +202,91 @@ class File(TransferMethods):
     def closed(self) -> bool:
         """Whether the file has been closed."""
         return self._file is None
+
+    @overload
+    def read(  # type: ignore[overload-overlap]  # a list is an iterable, too
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
+    ) -> _ArrayArgument: ...
+    @overload
+    def read(
+        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
+    ) -> list[Any]: ...
+    def read(
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
+    ) -> Any:
+        """Fill an array, or several, with the bytes at ``offset``, and return it: see :func:`tensorferry.read`."""
+        return self._transfer(array, offset, (False, False, in_background(priority), checksums))
+
+    def write(
+        self,
+        array: Array | Iterable[Array],
+        offset: int = 0,
+        *,
+        sync: bool = False,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
+    ) -> None:
+        """Write an array, or several, into the file at ``offset`` (bytes). Bytes after the last one written are kept.
+
+        See :func:`tensorferry.write`. Opening a file with "w" empties it; :meth:`truncate` shortens it.
+        """
+        self._transfer(array, offset, (True, sync, in_background(priority), checksums))
+
+    @overload
+    def read_into(  # type: ignore[overload-overlap]  # a list is an iterable, too
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[ReadOptions]
+    ) -> Future[_ArrayArgument]: ...
+    @overload
+    def read_into(
+        self, array: Iterable[Array | int], offset: int = 0, **options: Unpack[ReadOptions]
+    ) -> Future[list[Any]]: ...
+    def read_into(
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
+    ) -> Future[Any]:
+        """Start to fill an array, or several, with the bytes at ``offset``.
+
+        Returns
+        -------
+        Future
+            Its result is ``array``.
+        """
+        return self._start(array, offset, (False, False, in_background(priority), checksums))
+
+    @overload
+    def write_from(  # type: ignore[overload-overlap]  # a list is an iterable, too
+        self, array: _ArrayArgument, offset: int = 0, **options: Unpack[WriteOptions]
+    ) -> Future[_ArrayArgument]: ...
+    @overload
+    def write_from(
+        self, array: Iterable[Array], offset: int = 0, **options: Unpack[WriteOptions]
+    ) -> Future[list[Any]]: ...
+    def write_from(
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        sync: bool = False,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
+    ) -> Future[Any]:
+        """Start to write an array, or several, at ``offset`` (bytes). Do not change them until the future is done.
+
+        Returns
+        -------
+        Future
+            Its result is ``array``.
+        """
+        return self._start(array, offset, (True, sync, in_background(priority), checksums))
 
     def stream(
         self,
@@ -459,14 +420,29 @@ class File(TransferMethods):
     async def __aenter__(self) -> File:
         return self.__enter__()
 
+    def __copy__(self) -> Self:
+        return self  # a copy would share the core's files, and closing it would close them under the original
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for future in self._pending.alive():
+                await future._wait_until_done()
+        finally:
+            # close() blocks the event loop only if transfers are left: if this task was cancelled, or if another thread
+            # has started transfers meanwhile.
+            self.close()
+
     @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.File {self._path!r}>"
 
     def _write_segments(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
-        file = self._open_file(writing=True)
-        write_segments([(self._scheduler, file, segments, offset)], sync=sync)
+        """Write rows of a table: segments with gaps between them, which begin at ``offset`` in the file."""
+        write_segments(self._scheduler, self._open_file(writing=True), segments, offset, sync=sync)
 
     def _open_file(self, *, reading: bool = False, writing: bool = False) -> _core.File:
         if self._file is None:
@@ -527,7 +503,7 @@ class File(TransferMethods):
         return future
 
 
-def mode_flags(mode: str) -> tuple[bool, bool, bool, bool, bool]:
+def _mode_flags(mode: str) -> tuple[bool, bool, bool, bool, bool]:
     """Return the flags (read, write, create, exclusive, truncate) of a mode."""
     if not isinstance(mode, str):
         raise TypeError(f"mode: expected a str, got {mode!r}")

@@ -1,9 +1,5 @@
 """Atomic replacement of a file: write a temporary file, fsync it, and rename it to the target.
 
-Where the file system supports it, the temporary file has no name (O_TMPFILE). The kernel then deletes it when the
-process ends, in whatever way. Elsewhere (for example on NFS, or without /proc) it has a temporary name in the target's
-directory.
-
 FUSE file systems of object stores may not support permissions, a second descriptor, or renaming an open file. This
 module works without these. It does need rename(), and tests it before any data is written.
 """
@@ -25,10 +21,9 @@ from tensorferry.errors import StorageError, first_error, missing_folder
 from tensorferry.transfer.files import File
 from tensorferry.transfer.new_file import NewFile
 from tensorferry.transfer.publication import (
-    OWN_FILES,
+    TEMPORARY_NAME,
+    Temporary,
     check_renames,
-    new_name,
-    rename,
     storage_errors,
     sync_directory,
     sync_open_directory,
@@ -45,8 +40,6 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import Priority
     from tensorferry.transfer.futures import Future
 
-# Errors of open(O_TMPFILE) on file systems without support for it (see open(2)).
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 # A sidecar is a file that describes another file, and has its name plus a suffix. These errors of unlink() show that
 # there is no sidecar: its name does not exist, names a directory, or is too long.
 _NO_SIDECAR = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
@@ -103,43 +96,37 @@ class Target(Owned, abc.ABC):
             by_either_name = (asked.parent.resolve() / asked.name, target)
             self._sidecars = {each.with_name(each.name + sidecar_suffix) for each in by_either_name}
         self._last_name = target.name
-        self._name: str | None = None  # the new file's temporary name in the directory
-        self._proc_path = self._proc_target = ""
         self._sync = sync
-        self._finished = False
+        self._finished = self._is_open = False
         self._set_owner()
-        self._directory = self._descriptor = -1
-        self._is_open = False
-        try:
-            with self.naming_target():
+        with self.naming_target():
+            # With mode 0600 no other user can open the new file before it has the old file's permissions.
+            self._new = self._create(target.parent, 0o666 if old is None else 0o600)
+            try:
                 self._make(target, old)
-        except BaseException:
-            self._release()
-            raise
+            except BaseException:
+                self._new.remove()
+                raise
 
-    def _make(self, target: Path, old: os.stat_result | None) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    def _create(self, directory: Path, mode: int) -> Temporary:
         try:
-            self._directory = os.open(str(target.parent), flags)
+            return Temporary(directory, mode)
         except FileNotFoundError as error:
             if problem := missing_folder(self.target):
                 error.strerror = f"{error.strerror} ({problem})"
             raise
-        # With mode 0600 no other user can open the new file before it has the old file's permissions.
-        self._descriptor = self._create(0o666 if old is None else 0o600)
+
+    def _make(self, target: Path, old: os.stat_result | None) -> None:
+        if not self._new.is_local:
+            check_renames(target.parent, replaced=old is not None)
         if old is not None:
-            _copy_permissions(self._descriptor, self.target, old)
-        self._proc_path = f"{OWN_FILES}/{self._descriptor}"
-        try:  # the path that the core uses for the file in errors; without /proc it uses the descriptor's number
-            self._proc_target = os.readlink(self._proc_path)  # noqa: PTH115
-        except OSError:
-            self._proc_target = f"descriptor {self._descriptor}"
-        self._open()
+            _copy_permissions(self._new.descriptor, self.target, old)
+        self._open(self._new.descriptor)
         self._is_open = True
 
     @abc.abstractmethod
-    def _open(self) -> None:
-        """Open ``_descriptor`` for writing."""
+    def _open(self, descriptor: int) -> None:
+        """Open the file of a descriptor for writing."""
 
     @abc.abstractmethod
     def _finish(self) -> None:
@@ -175,14 +162,14 @@ class Target(Owned, abc.ABC):
             self._abandon()
             raise
         finally:
-            self._release()
+            self._new.remove()
 
     def abort(self) -> None:
         """Discard the new file; the old file stays. After :meth:`commit` or :meth:`abort` a call has no effect."""
         try:
             self._abandon()
         finally:
-            self._release()
+            self._new.remove()
 
     @contextlib.contextmanager
     def naming_target(self) -> Iterator[None]:
@@ -190,16 +177,20 @@ class Target(Owned, abc.ABC):
         try:
             yield
         except OSError as error:
-            directory = str(Path(self.target).parent)
-            own = (self._proc_path, self._proc_target, self._name)
-            if error.filename in (None, ".", directory, *own):
+            found, directory = str(error.filename), str(Path(self.target).parent)
+            # Without /proc the core names the temporary file by its descriptor.
+            if (
+                error.filename in (None, directory)
+                or TEMPORARY_NAME.search(found)
+                or found.startswith("descriptor ")
+            ):
                 error.filename = self.target
                 if error.filename2 is not None:
                     del error.filename2
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_directory", -1) >= 0:
+        if hasattr(self, "_new") and self._new.directory >= 0:
             self.abort()
 
     def __enter__(self) -> Self:
@@ -211,44 +202,16 @@ class Target(Owned, abc.ABC):
         else:
             self.abort()
 
-    def _create(self, mode: int) -> int:
-        """Create a new file, without a name if possible, and return its descriptor."""
-        flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        # Opening a file without a name again, and linking it to a name, both need its path in /proc/self/fd.
-        if Path(OWN_FILES).exists():
-            try:
-                return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
-            except OSError as error:
-                if error.errno not in _NO_TMPFILE:
-                    raise
-        check_renames(Path(self.target).parent, replaced=Path(self.target).exists())
-        self._name = new_name()
-        return os.open(self._name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
-
     def _publish(self, *, sync_names: bool) -> None:
-        directory = self._directory
-        if self._name is not None:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-        else:
-            # link() fails if the name exists, so the file gets a temporary name first, which is then renamed. Passing
-            # directory descriptors makes Python call linkat(), which follows the symbolic link in /proc/self/fd.
-            self._name = new_name()
-            os.link(self._proc_path, self._name, src_dir_fd=directory, dst_dir_fd=directory)
-            if self._sync:
-                # Make the link count durable: after a power cut ext2, which has no journal, would otherwise consider
-                # the file deleted.
-                os.fsync(self._descriptor)
         # Remove the sidecar before the rename: the new file must never be seen together with the sidecar of the old
         # one, not even after a power cut.
         for path in self._remove_sidecars():
             if self._sync:
                 sync_directory(path.parent)
-        rename(self._name, self._last_name, directory=directory)
-        self._name = None
+        self._new.rename(self._last_name)
         self._remove_sidecars()  # another process may have written one for the old file meanwhile
         if self._sync and sync_names:
-            sync_open_directory(directory)
+            sync_open_directory(self._new.directory)
 
     def _remove_sidecars(self) -> list[Path]:
         removed = []
@@ -262,29 +225,8 @@ class Target(Owned, abc.ABC):
         return removed
 
     def _abandon(self) -> None:
-        if self.is_parents or not self._is_open:
-            return
-        self._abort()
-        # Truncate the new file to free its space now, because the traceback of an exception may keep the file open for
-        # long. A file with a name is not truncated: it may already have been renamed to the target.
-        with contextlib.suppress(OSError):
-            if os.fstat(self._descriptor).st_nlink == 0:
-                os.ftruncate(self._descriptor, 0)
-
-    def _release(self) -> None:
-        # Reset the attributes first: a second call, for example by a signal handler, must not close the same descriptor
-        # numbers again, because other files may have these numbers by then.
-        descriptor, self._descriptor = self._descriptor, -1
-        directory, self._directory = self._directory, -1
-        try:
-            if descriptor >= 0:
-                os.close(descriptor)
-            if directory >= 0 and self._name is not None and not self.is_parents:
-                with contextlib.suppress(OSError):  # the original error matters more
-                    os.unlink(self._name, dir_fd=directory)
-        finally:
-            if directory >= 0:
-                os.close(directory)
+        if self._is_open and not self.is_parents:
+            self._abort()
 
 
 class Replacement(Target):
@@ -325,9 +267,9 @@ class Replacement(Target):
         self._checksums = checksums
         super().__init__(path, sync=sync, sidecar_suffix=sidecar_suffix)
 
-    def _open(self) -> None:
+    def _open(self, descriptor: int) -> None:
         self.file = NewFile(
-            File._from_descriptor(self._descriptor),
+            File._from_descriptor(descriptor),
             reserve_nbytes=self._reserve_nbytes,
             checksums=self._checksums,
         )
@@ -348,8 +290,8 @@ class AtomicFile(Target):
         self._direct = direct
         super().__init__(path, sync=True)
 
-    def _open(self) -> None:
-        self.file = File._from_descriptor(self._descriptor, direct=self._direct)
+    def _open(self, descriptor: int) -> None:
+        self.file = File._from_descriptor(descriptor, direct=self._direct)
 
     def _finish(self) -> None:
         self.file.close()

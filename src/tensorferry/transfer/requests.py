@@ -187,37 +187,58 @@ def submit_one(
 
 
 def write_segments(
-    parts: Sequence[tuple[AnyScheduler, _core.File, _core.Segments, int]], *, sync: bool
+    scheduler: AnyScheduler,
+    file: _core.File,
+    segments: _core.Segments,
+    offset: int,
+    *,
+    sync: bool,
 ) -> None:
-    """Write segments with gaps between them into open files, and return when all are written.
+    """Write segments with gaps between them into an open file, and return when all are written.
 
-    Each part is (scheduler, file, segments, offset): a segment's position in the file is counted from ``offset``, and
-    the gaps keep their bytes in the file.
+    A segment's position in the file is counted from ``offset``, and the gaps keep their bytes in the file.
     """
-    requests: list[_core.Request] = []
-    with _cancelled_on_error(requests):
-        for scheduler, file, segments, offset in parts:
-            served = scheduler_of(scheduler, file, True)
-            served.check_usable()
-            requests.append(served.new_request(True, False, sync, False, False))
-            columns = segments.ranges(offset)
-            count = len(columns[0])
-            for begin in range(0, count, _CHUNK):
-                addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
-                positions = range(begin, begin + len(addresses))
-                # False: the file gets more transfers. None, for the last ones: it does not, and the request is sealed.
-                last = None if begin + _CHUNK >= count else [False] * len(addresses)
-                refused = served.submit(
-                    *(requests[-1], [file] * len(addresses), addresses, nbytes, offsets),
-                    *(positions, segments, None, last),
-                )
-                for _, refusal in refused:
-                    raise refusal
-        for request in requests:
-            request.wait(None)
-    failures = [failure for request in requests for _, failure in request.failures()]
-    if failures:
-        raise first_error(failures, "of this call")
+    served = scheduler_of(scheduler, file, True)
+    served.check_usable()
+    columns = segments.ranges(offset)
+    count = len(columns[0])
+    request = served.new_request(True, False, sync, False, False)
+    with _cancelled_on_error([request]):
+        for begin in range(0, count, _CHUNK):
+            addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
+            positions = range(begin, begin + len(addresses))
+            # False: the file gets more transfers. None, for the last ones: it does not, and the request is sealed.
+            last = None if begin + _CHUNK >= count else [False] * len(addresses)
+            refused = served.submit(
+                *(request, [file] * len(addresses), addresses, nbytes, offsets),
+                *(positions, segments, None, last),
+            )
+            for _, refusal in refused:
+                raise refusal
+        request.wait(None)
+    if failure := request.exception():
+        raise failure
+
+
+def start_segments(
+    scheduler: _core.Scheduler,
+    parts: Iterable[tuple[_core.File, _core.Segments, int]],
+    future: Future[Any],
+    *,
+    background: bool,
+) -> _core.Request:
+    """Start to read segments of several open files, each at an offset, in one request, for which the future is made."""
+    scheduler.check_usable()
+    request = scheduler.new_request(False, False, False, False, background)
+    with _cancelled_on_error([request]):
+        for at, (file, segments, offset) in enumerate(parts):
+            for _, refusal in scheduler.submit(
+                *(request, [file], [0], [segments.nbytes], [offset], [at], future, None, [True]),
+                segments=segments,
+            ):
+                raise refusal
+        request.seal()
+    return request
 
 
 @contextlib.contextmanager

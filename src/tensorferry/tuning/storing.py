@@ -142,14 +142,11 @@ class _TextFile(Target):
         self._text = text
         super().__init__(path, sync=True)
 
-    def _open(self) -> None:
+    def _open(self, descriptor: int) -> None:
         pass
 
     def _finish(self) -> None:
-        with open(self._descriptor, "w", encoding="utf-8", closefd=False) as file:
-            file.write(self._text)
-            file.flush()
-            os.fsync(file.fileno())
+        self._new.write(self._text.encode(), sync=True)
 
     def _abort(self) -> None:
         pass

@@ -15,9 +15,9 @@ import contextlib
 import copyreg
 import dataclasses
 import io
+import os
 import pickle
 import re
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -41,11 +41,11 @@ from tensorferry.checkpoint.storage.metadata import (
 from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
 from tensorferry.transfer.publication import (
-    remove_on_error,
-    rename,
+    TEMPORARY_NAME,
+    Temporary,
+    storage_errors,
     sync_directory,
     unlink,
-    write_temporary,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ METADATA_VERSION = "1.0.0"
 # file's name, and its group is the rank. _ANY_NAME finds the names in a pickle.
 _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
 _ANY_NAME = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
-# Names of temporary metadata; the group is the rank, or None for metadata of all ranks.
-_UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata\.[0-9a-f]{16}\.tmp")
 
 # The latest protocol that every supported Python reads.
 _PICKLE_PROTOCOL = 4
@@ -74,9 +72,7 @@ _PORTABLE_PROPERTIES = 5
 
 def is_save_file(name: str) -> bool:
     """Return whether a file name belongs to a save, so that the file alone is not a checkpoint."""
-    return bool(
-        name == LOCK_NAME or _DATA_FILE.fullmatch(name) or _UNFINISHED_METADATA.fullmatch(name)
-    )
+    return bool(name == LOCK_NAME or _DATA_FILE.fullmatch(name) or TEMPORARY_NAME.fullmatch(name))
 
 
 def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
@@ -196,8 +192,6 @@ def replace(
         with contextlib.suppress(OSError), writer_lock(directory, METADATA_NAME) as is_unread:
             if is_unread:
                 _remove_replaced(directory, referenced, removable, rank, sync=sync)
-            if alone:
-                remove_unfinished(directory, rank=rank)
 
 
 def refuse_if_all_ranks_saved(directory: Path) -> None:
@@ -244,11 +238,10 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
 def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True) -> None:
     """Write metadata with atomic replacement: temporary file, fsync, rename. This commits the checkpoint."""
     pickled = _pickled(metadata)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    write_temporary(temporary, pickled, trailer_of(pickled), sync=sync)
-    with remove_on_error(temporary):
-        if overwrite or not _link_if_absent(temporary, path):
-            rename(temporary, path)
+    with storage_errors(path), Temporary(path.parent) as new:
+        new.write(pickled, trailer_of(pickled), sync=sync)
+        if overwrite or not _link_if_absent(new, path):
+            new.rename(path.name)
     if sync:
         sync_directory(path.parent)
         # The parent directory may belong to another user; then it is not new, and its entries are already on the drive.
@@ -256,18 +249,17 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: boo
             sync_directory(path.parent.parent)
 
 
-def _link_if_absent(temporary: Path, path: Path) -> bool:
+def _link_if_absent(new: Temporary, path: Path) -> bool:
     """Link a file to its final name, unless that exists: without locks, another save may have committed first.
 
     Return False if the file system does not support hard links.
     """
     try:
-        path.hardlink_to(temporary)
+        os.link(new.name, path.name, src_dir_fd=new.directory, dst_dir_fd=new.directory)
     except FileExistsError:
         raise _meanwhile(path.parent) from None
     except OSError:  # the file system does not support hard links
         return False
-    temporary.unlink()
     return True
 
 
@@ -313,7 +305,6 @@ def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     with writer_lock(directory, METADATA_NAME) as is_unread:
         if not is_unread:
             return
-        remove_unfinished(directory, rank=rank)
         mentioned: set[str] = set()
         for path in _metadata_files(directory, None):
             content = path.read_bytes()
@@ -327,16 +318,6 @@ def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
             for path in _data_files(directory, rank)
             if re.fullmatch(OWN_NAME, path.name.encode()) and path.name not in mentioned
         )
-
-
-def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:
-    """Remove temporary metadata of saves that were killed; no other save may be alive."""
-    unlink(
-        path
-        for path in directory.iterdir()
-        if (match := _UNFINISHED_METADATA.fullmatch(path.name))
-        and rank in (None, int(match[1]) if match[1] else None)
-    )
 
 
 def _names_in(metadata: Iterable[Path]) -> set[str]:
