@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 MIB, GIB = 1 << 20, 1 << 30
 # Idle threads of torch's OpenMP pool spin for a while after each operation, which would count as CPU time of the next
-# contender: hence one thread. DS_BUILD_OPS=0 keeps DeepSpeed from compiling all its ops. TENSORFERRY_PROFILES=0 makes
-# tensorferry use its default settings instead of those that `tensorferry tune` has stored on this machine.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TENSORFERRY_PROFILES": "0"}
+# contender: hence one thread. DS_BUILD_OPS=0 keeps DeepSpeed from compiling all its ops.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
 
 Config = fio.Config
 LARGE = [  # fio's configurations for comparisons with a large transfer

@@ -27,8 +27,9 @@ from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
-# Stored profiles of this machine's user must not change the tests; child processes inherit this.
-os.environ["TENSORFERRY_PROFILES"] = "0"
+# Settings of this machine's user must not change the tests; child processes inherit this.
+for name in ("ENGINE", "BLOCK_SIZE", "QUEUE_DEPTH", "INTRA_OP_PARALLELISM"):
+    os.environ.pop(f"TENSORFERRY_{name}", None)
 
 # A shell starts background jobs with SIGINT ignored, which child processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -24,7 +24,6 @@ from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import in_background
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.requests import start_segments
-from tensorferry.transfer.runtime import scheduler_of
 from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
@@ -415,9 +414,8 @@ class Table:
     def _start(self, out: Any, target: Any, parts: list[_Rows], background: bool) -> Future[Any]:
         """Start to read the rows of each file, in one request: all files of a table have the same scheduler."""
         future = Future(out, target)
-        first = self._files[0]
         request = start_segments(
-            scheduler_of(first._scheduler, first._open_file(), False),
+            self._files[0]._scheduler,
             [(file._open_file(reading=True), segments, at) for file, segments, at in parts],
             future,
             background=background,

@@ -65,7 +65,6 @@ PROBLEMS = {
     "a folder that is none": ("bench", "--folder", "README.md"),
     "two folders": ("bench", ".", "--folder", "."),
     "a picture that cannot be": ("bench", ".", "--plot", "/nonexistent/x.png"),
-    "two that exclude each other": ("tune", "--show", "--forget"),
     "a prediction of nothing": ("bench", "--offload=7B"),
     "a format that is none": ("convert", "README.md", "x", "--to=many"),
     "a limit that is none": ("convert", "README.md", "x", "--max-shard=many"),

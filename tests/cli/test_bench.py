@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorferry.transfer import profiles
-from tensorferry.transfer.settings import Settings
-from tensorferry.tuning import gpus, storing
+from tensorferry.tuning import gpus
 from tests.cli.running import bench, run_fresh
 from tests.support import required
 
@@ -102,15 +100,10 @@ def test_settings_given_are_those_in_use(engine: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
-def test_a_stored_profile_is_used_and_told(
-    engine: str, directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    profile = Settings(block_size=128 << 10, queue_depth=9, engine="threads")
-    path = tmp_path_factory.mktemp("profiles") / "profiles.json"
-    system = profiles.file_system_of(directory)
-    made = [profiles.Profile(system, profile, direction) for direction in profiles.DIRECTIONS]
-    storing.store(path, system, {each.use: each for each in made})
-    content = measure(directory, "--engine", engine, TENSORFERRY_PROFILES=str(path))
+def test_settings_of_the_environment_are_used_and_told(engine: str, directory: Path) -> None:
+    variables = {"ENGINE": "threads", "BLOCK_SIZE": "128K", "QUEUE_DEPTH": "9"}
+    given = {f"TENSORFERRY_{name}": value for name, value in variables.items()}
+    content = measure(directory, "--engine", engine, **given)
     assert found(content) == [("write", engine), ("read", engine)]
     expected = {"block_size": 128 << 10, "queue_depth": 9, "engine": "threads"}
     for result in content["results"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import tensorferry
 from tensorferry.cli import ds_nvme_tune
-from tensorferry.transfer import profiles
 from tensorferry.transfer.settings import Settings
-from tensorferry.tuning import gpus, storing
+from tensorferry.tuning import gpus
 from tensorferry.tuning import tune as tuning
 from tests.cli.running import Done, here, run
 from tests.support import mounts, required
@@ -38,27 +37,20 @@ class Place:
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder = folder
         self.home = home
-        self.store = home / "profiles.json"
         self.sweep = home / "sweep.json"
         self.sweep.write_text(json.dumps(SMALL))
         # With underscores, as both commands understand them.
         self.small = ("--io_size", "16M", "--sweep_config", self.sweep)
-        self.environment = {"TENSORFERRY_PROFILES": str(self.store)}
 
     def run(self, *arguments: object, expect: int = 0) -> Done:
-        return run("tune", *arguments, expect=expect, **self.environment)
+        return run("tune", *arguments, expect=expect)
 
     def run_small(self, *arguments: object, expect: int = 0, seconds: int = 1) -> Done:
         how = (*self.small, "--seconds", seconds)
         return self.run(self.folder, *how, *arguments, expect=expect)
 
     def run_theirs(self, *arguments: object, expect: int = 0) -> Done:
-        return here(ds_nvme_tune.main, *arguments, expect=expect, **self.environment)
-
-    def keep(self, direction: str = "read", memory: str = "host") -> None:
-        system = profiles.file_system_of(self.folder)
-        kept = profiles.Profile(system, BAD, direction, memory)
-        storing.store(self.store, system, {kept.use: kept})
+        return here(ds_nvme_tune.main, *arguments, expect=expect)
 
 
 @pytest.fixture
@@ -74,7 +66,7 @@ def section_of(done: Done) -> dict[str, Any]:
     return found
 
 
-def test_tune_prints_what_to_use_and_stores_what_is_proven(
+def test_tune_prints_what_is_proven_in_each_form(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With default settings so bad that any other is surely better."""
@@ -87,56 +79,40 @@ def test_tune_prints_what_to_use_and_stores_what_is_proven(
     aio = section_of(done)
     assert set(aio) == set(Settings._fields) - {"engine"}
     assert aio["single_submit"] is False
-    (profile,) = profiles.load(place.store)
-    assert profile.use == ("read", "host")
-    assert profile.settings._asdict() == aio | {"engine": "threads"}
-    assert profile.found["gain"]["low"] > 1
-    assert profile.found["rates"]["low"] <= profile.found["rates"]["high"]
-    assert "Stored for" in done.stdout
+    variables = dict(re.findall(r"(TENSORFERRY_\w+)=(\S+)", done.stdout))
+    assert variables["TENSORFERRY_ENGINE"] == "threads"
+    assert int(variables["TENSORFERRY_BLOCK_SIZE"]) == aio["block_size"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arguments = re.findall(r"^tensorferry\.(?:open\(path, |aio_handle\()(.*)\)$", done.stdout, re.M)
+    of_open, of_handle = (eval(f"dict({each})") for each in arguments)
+    with tensorferry.aio_handle(**of_handle) as given, tensorferry.aio_handle() as default:
+        assert given._settings._asdict() == aio | {"engine": "threads"}
+        assert default._settings[:2] == given._settings[:2]
+        assert default.engine == "threads"
+    path = place.home / "file"
+    path.touch()
+    with tensorferry.open(path, **of_open) as file:
+        assert file.engine == "threads"
 
 
-def test_tune_says_that_nothing_is_proven_and_drops_what_was_and_nothing_else(place: Place) -> None:
-    others = [("write", "host"), ("read", "gpu0")]
-    for use in (("read", "host"), *others):
-        place.keep(*use)
+def test_tune_says_that_nothing_is_proven(place: Place) -> None:
     place.sweep.write_text(json.dumps({"io_engine": ["threads"], "block_size": ["4K"]}))
     done = place.run_small("--no-write")
     assert done.stdout.count("the default settings") == 1
-    assert "Dropped the stored settings for" in done.stdout
-    assert [profile.use for profile in profiles.load(place.store)] == others
-
-
-def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
-    assert "no settings are stored" in place.run("--show").stdout
-    place.keep()
-    for arguments in (["--show"], ["--show", place.folder]):
-        shown = place.run(*arguments).stdout
-        assert "read host" in shown
-        assert "threads 32K x 1" in shown
-        assert str(place.store) in shown
-    for folders in ([], [place.folder, place.folder.parent, place.folder]):
-        (found,) = json.loads(place.run("--show", "--json", *folders).stdout)
-        assert found["settings"] == BAD._asdict()
-    assert "(read host)" in place.run("--forget", place.folder).stdout
-    assert not place.store.exists()
-    assert place.run("--forget", "--json").stdout == "[]\n"
-
-
-def test_profiles_may_be_switched_off(place: Place) -> None:
-    place.environment["TENSORFERRY_PROFILES"] = "0"
-    assert "TENSORFERRY_PROFILES=0" in place.run_small("--quick", "--no-write").stdout
-    place.run("--show", expect=1)
+    assert "the defaults are the best choice" in done.stdout
+    assert "TENSORFERRY_BLOCK_SIZE" not in done.stdout
 
 
 def test_all_measurements_are_printed_where_asked(place: Place) -> None:
-    content = json.loads(place.run_small("--json", "--no_save").stdout)
+    content = json.loads(place.run_small("--json").stdout)
     assert content["settings"]["block_size"] > 0
     assert content["deepspeed"]["aio"]["overlap_events"] is True
     assert content["rates"]["read"]["low"] <= content["rates"]["read"]["high"]
     assert {each["direction"] for each in content["measurements"]} == {"read", "write"}
     assert sum(len(each["seconds"]) for each in content["measurements"]) >= 2 * 3 * 3
     assert [each["direction"] for each in content["found"]] == ["write", "read"]
-    assert not place.store.exists()
+    assert content["environment"]["TENSORFERRY_QUEUE_DEPTH"].isdigit()
 
 
 def assert_says(done: Done, *words: str) -> None:
@@ -160,11 +136,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(place: Place) -> None
     assert_says(place.run("/sys", expect=1), "/sys: ", "choose a writable folder")
 
 
-def test_a_result_that_could_not_be_stored_is_known_before_the_run(place: Place) -> None:
-    place.environment["TENSORFERRY_PROFILES"] = str(place.sweep / "below")
-    done = place.run_small(expect=1)
-    assert done.stdout == "", "nothing was measured"
-    assert_says(done, f"{place.sweep}/below: ", "--no-save")
+def test_a_log_that_cannot_be_written_is_known_before_the_run(place: Place) -> None:
     done = place.run_theirs(
         "--nvme_dir", place.folder, "--log_dir", place.sweep / "below", expect=1
     )
@@ -174,9 +146,8 @@ def test_a_result_that_could_not_be_stored_is_known_before_the_run(place: Place)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_tune_leaves_nothing(place: Place, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tensorferry", "tune", str(place.folder), "--seconds=3000"]
-    environment = os.environ | place.environment
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         assert process.stdout is not None
         while not process.stdout.readline().endswith(": write\n"):
             assert process.poll() is None
@@ -185,35 +156,12 @@ def test_an_interrupted_tune_leaves_nothing(place: Place, number: signal.Signals
     assert process.returncode == 130
     (line,) = errors.strip().splitlines()
     assert "interrupted" in line
-    assert not place.store.exists()
-
-
-def test_names_are_shown_as_they_are_and_move_no_cursor(place: Place) -> None:
-    """rich would parse [/x] as the end of a style, and a terminal [31m as red."""
-    home = place.home / "[/x][red]"
-    home.mkdir(parents=True)
-    place.store = home / "pro\x1b[31mfiles.json"
-    place.environment["TENSORFERRY_PROFILES"] = str(place.store)
-    shown = f"{home}/pro\\x1b[31mfiles.json"
-    for option in ("--show", "--forget"):
-        assert place.run(option).stdout == f"no settings are stored in {shown}\n"
-    system = profiles.FileSystem("tmpfs", None, None, "x", "/[/y]\x1b")
-    found = {"rates": {"median": 10**400}, "gain": {"median": 1.25}, "when": "[/z]"}
-    odd = profiles.Profile(system, Settings(engine="threads"), "read", "[/g]", found)
-    storing.store(place.store, system, {odd.use: odd})
-    done = place.run("--show")
-    for words in ("/[/y]\\x1b (tmpfs)", "[/z]", "1.25", "read [/g]"):
-        assert words in done.stdout
-    assert done.stdout.endswith(f"in {shown}\n")
-    assert place.run("--forget").stdout == "forgotten: /[/y]\\x1b (read [/g])\n"
 
 
 def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
     circle = place.home / "circle"
     circle.symlink_to(circle)
     assert_says(place.run(circle, expect=2), f"the folder '{circle}' does not exist")
-    place.environment["TENSORFERRY_PROFILES"] = str(circle)
-    assert_says(place.run("--forget", expect=1), f"{circle}: ")
 
 
 # ds_nvme_tune
@@ -231,7 +179,7 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(
     done = place.run_theirs(
         *("--nvme_dir", "/nonexistent"),  # the last one counts
         *("--nvme_dir", place.folder, "--io_size", "16M", "--loops", 2, "--log_dir", logs),
-        *("--sweep_config", sweep, "--flush_page_cache", "--verbose", "--no_save"),
+        *("--sweep_config", sweep, "--flush_page_cache", "--verbose"),
     )
     assert f"Running DeepNVMe performance tuning on ['{place.folder}']" in done.stdout
     best, _, section = done.stdout.partition("Best performance (GB/sec): ")[2].partition("\n")

@@ -10,9 +10,6 @@ import numpy
 import pytest
 
 from tensorferry.safetensors.numpy import save_file
-from tensorferry.transfer.profiles import FileSystem, Profile
-from tensorferry.transfer.settings import Settings
-from tensorferry.tuning import storing
 from tests.cli.running import run
 from tests.support import commands, libraries, required, warm
 
@@ -29,7 +26,6 @@ COMMANDS = {
     "ls": ("ls", "model.safetensors"),
     "ls --shards": ("ls", "--shards", "model.safetensors"),
     "verify": ("verify", "model.safetensors"),
-    "tune --show": ("tune", "--show"),
     "convert": ("convert", "model.safetensors", "converted"),
 }
 
@@ -41,16 +37,12 @@ def place(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A folder with a model to look at; in the environment is a file with a profile to show."""
+    """A folder with a model to look at."""
     names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
     save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
-    system = FileSystem("ext4", None, None, "/dev/x", "/mnt/one/two/three")
-    found = {"rates": {"median": 2e9}, "when": "2026-01-31T12:00"}
-    profile = Profile(system, Settings(engine="io_uring"), "write", found=found)
     folder = tmp_path_factory.mktemp("home")
-    storing.store(folder / "profiles", system, {profile.use: profile})
     warm.python()  # start the server before the variables below are set
-    variables = {"TENSORFERRY_PROFILES": str(folder / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
+    variables = {"TERM": "xterm", "NO_COLOR": "1"}
     if "convert" not in request.node.name:  # a report waits for torch in a separate process
         variables |= libraries.broken(folder)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
@@ -113,7 +105,7 @@ def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_what_tune_finds_fits_the_terminal(width: int, place: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep").write_text('{"io_engine": ["threads"], "block_size": ["1M"]}')
-    sweep = ("--sweep-config", str(tmp_path / "sweep"), "--no-save", "--seconds=1")
+    sweep = ("--sweep-config", str(tmp_path / "sweep"), "--seconds=1")
     lines = shown(("tune", ".", "--io-size=16M", *sweep), place, width)
     assert max(map(len, lines)) <= width
     text = "\n".join(line.rstrip() for line in lines)

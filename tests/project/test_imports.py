@@ -37,10 +37,9 @@ LEVELS = (
     ("transfer.streams", "transfer.memory"),
     ("transfer.requests",),
     ("transfer.runtime",),
-    ("transfer.profile_schedulers", "transfer.futures", "transfer.arrays", "transfer.checksums"),
-    ("transfer.profiles", "transfer.stats", "transfer.publication"),
+    ("transfer.futures", "transfer.arrays", "transfer.checksums"),
+    ("transfer.stats", "transfer.publication"),
     ("transfer.settings",),
-    ("transfer.defaults",),
     ("transfer", "deepnvme"),  # no more than docstrings
     ("base", "errors"),
     ("_core",),

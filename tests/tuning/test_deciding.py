@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tensorferry.transfer import profiles
 from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.candidates import candidates, candidates_of_json, common, default_settings
@@ -26,7 +25,7 @@ MEASURED_SECONDS = 0.02
 class SimulatedDrive:
     """A drive on which some settings are faster than the default, others for each direction."""
 
-    memory = profiles.HOST
+    memory = "host"
     direct = True
     nbytes = 64 << 20
 
@@ -61,38 +60,33 @@ class SimulatedDrive:
 def gains_of(generator: random.Random, kind: str) -> dict[str, dict[Settings, float]]:
     """Return how many times as fast as the default each setting is, by direction, on a kind of drive."""
     slow = [0.3, 0.5, 0.8, 0.95, 0.97, 1.0, 1.0]
-    gains = {d: {c: generator.choice(slow) for c in CANDIDATES} for d in profiles.DIRECTIONS}
+    gains = {d: {c: generator.choice(slow) for c in CANDIDATES} for d in ("write", "read")}
     best = generator.choice(CANDIDATES)
     if kind == "a good setting":
         gains["read"][best] = gains["write"][best] = 1.3
     elif kind == "fast reads, slow writes":
         gains["read"][best], gains["write"][best] = 1.5, 0.5
     elif kind == "all alike":
-        gains = {d: dict.fromkeys(CANDIDATES, 1.0) for d in profiles.DIRECTIONS}
+        gains = {d: dict.fromkeys(CANDIDATES, 1.0) for d in ("write", "read")}
     return gains
 
 
 def tuned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drives: list[SimulatedDrive]
 ) -> list[dict[str, Settings]]:
-    """Tune drives in one run, as folders of separate file systems, and return the stored settings of each."""
-    folders = {Path(f"/{n}"): drive for n, drive in enumerate(drives)}
-    systems = {
-        folder: profiles.FileSystem("ext4", f"{n}", None, f"/dev/{n}", str(folder))
-        for n, folder in enumerate(folders)
-    }
-    store = tmp_path / "profiles.json"
-    store.unlink(missing_ok=True)
-    monkeypatch.setenv("TENSORFERRY_PROFILES", str(store))
-    monkeypatch.setattr(profiles, "file_system_of", systems.get)
+    """Tune two drives in one run, as folders of separate file systems, and return the chosen settings of each."""
+    folders = dict(zip((tmp_path, Path("/proc")), drives, strict=True))
     monkeypatch.setattr(tuning, "default_settings", lambda: DEFAULT)
     monkeypatch.setattr(tuning, "Drive", lambda folder, *_, **__: folders[folder])
     job = tuning.Job(tuple(folders), candidates=tuple(CANDIDATES), nbytes=64 << 20)
-    tuning.tune(job, lambda _: None)
-    kept = profiles.load(store)
+    found = tuning.tune(job, lambda _: None).found
     return [
-        {p.direction: p.settings for p in profiles.profiles_of(system, kept)}
-        for system in systems.values()
+        {
+            each.direction: each.decision.chosen
+            for each in found
+            if each.folder == folder and each.decision.chosen != DEFAULT
+        }
+        for folder in folders
     ]
 
 

@@ -35,7 +35,7 @@ def test_every_part_is_there_and_advice_comes_in_order_of_importance(
 ) -> None:
     facts = report(tmpfs_directory)
     parts = {"engines", "kernel", "processors", "memory", "limits", "control_groups", "file_system"}
-    parts |= {"devices", "profile", "gpu", "gpudirect_storage", "libraries", "advice"}
+    parts |= {"devices", "gpu", "gpudirect_storage", "libraries", "advice"}
     assert parts <= set(facts)
     assert facts["path"] == str(tmpfs_directory)
     assert facts["engines"]["available"] == tensorferry.engines()
@@ -90,20 +90,6 @@ def test_a_read_only_file_system_comes_first(directory: Path) -> None:
     assert (first["level"], first["remedy"]) == ("stops", f"mount -o remount,rw {path}")
 
 
-def test_profiles_that_cannot_be_used_are_unknown_with_the_reason(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "profiles.json"
-    monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
-    facts = child.call(LOOK, path=directory).result
-    assert facts["profile"] == {"file": str(path), "settings": None}
-    assert about(facts, "profile")[0]["remedy"] == f"tensorferry tune {directory}"
-    path.write_text("no JSON")
-    facts = child.call(LOOK, path=directory).result
-    assert str(path) in facts["profile"]["unknown"]
-    assert about(facts, "profile") == []
-
-
 # Reports of other machines: facts in, advice out.
 
 DRIVE: dict[str, Any] = {
@@ -121,7 +107,7 @@ DRIVE: dict[str, Any] = {
 
 UNKNOWN = {"unknown": "for a test"}
 EVERYTHING = ("engines", "kernel", "processors", "memory", "control_groups", "file_system")
-EVERYTHING += ("devices", "profile", "gpu", "gpudirect_storage")
+EVERYTHING += ("devices", "gpu", "gpudirect_storage")
 SYSTEM = {"type": "ext4", "options": "rw", "in_memory": False, "direct_io": UNKNOWN}
 FULL = {"nbytes": 1 << 40, "free_nbytes": 4 << 20, "read_only": False, "writable": True}
 JOURNAL = {"options": "rw,data=journal", "direct_io": {"works": False, "reason": "it says so"}}

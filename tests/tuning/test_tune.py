@@ -1,4 +1,4 @@
-"""Tuning real folders: the measurements, the stored settings, and no files left."""
+"""Tuning real folders: the measurements, and no files left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tensorferry.transfer import profiles
 from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.drive import Drive
@@ -36,39 +35,19 @@ def ignore(_: Progress) -> None:
 
 
 @pytest.fixture
-def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("config") / "profiles.json"
-    monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
-    return path
-
-
-@pytest.fixture
 def bad_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "default_settings", lambda: BAD)
 
 
-@pytest.mark.usefixtures("bad_default")
-def test_nothing_is_ever_stored_for_files_in_memory_nor_where_it_is_not_wanted(
-    directory: Path, tmpfs_directory: Path, store: Path
-) -> None:
-    result = tune(job(tmpfs_directory), ignore)
+def test_files_in_memory_are_told(tmpfs_directory: Path) -> None:
+    result = tune(job(tmpfs_directory, directions=("read",)), ignore)
     assert any("in memory" in warning for warning in result.warnings)
-    assert result.stored_for == []
-    tune(job(directory, directions=("read",)), ignore, save=False)
-    assert not store.exists()
-
-
-def test_a_forced_engine_is_told_as_it_disables_what_is_stored(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", "threads")
-    result = tune(job(directory, directions=("read",)), ignore, save=False)
-    assert any("TENSORFERRY_ENGINE=threads" in warning for warning in result.warnings)
+    assert result.found[0].file_system == "tmpfs"
 
 
 @pytest.mark.usefixtures("bad_default")
 def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
-    directory: Path, tmpfs_directory: Path, store: Path
+    directory: Path, tmpfs_directory: Path
 ) -> None:
     (directory / "below").mkdir()
     folders = (directory, tmpfs_directory, directory / "below")
@@ -79,8 +58,6 @@ def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
     assert [each.folder for each in result.found] == [directory, tmpfs_directory]
     assert any("tuned already" in warning for warning in result.warnings)
     assert result.rates()["read"]["median"] == sum(e.rates["median"] for e in result.found)
-    (profile,) = profiles.load(store)
-    assert profile.file_system == result.found[0].file_system
 
 
 def test_file_size_follows_the_drive_and_is_bounded(directory: Path) -> None:

@@ -1,8 +1,4 @@
-"""Mounts, from the kernel's list in /proc.
-
-This module imports very little. If *profiles* are stored (settings that ``tensorferry tune`` has measured for file
-systems), the first use of a file in a process imports this module, and waits for the import.
-"""
+"""Mounts, from the kernel's list in /proc."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tensorferry.cli.consoles import (
 from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, exiting_with
 from tensorferry.cli.parsing import FOLDER, existing_folder, number, size, switch, value
 from tensorferry.cli.tables import comparison_cells
-from tensorferry.transfer.defaults import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
+from tensorferry.transfer.settings import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.tuning.bench import BenchError, Job, Place, Results, problems_of, run
 
 if TYPE_CHECKING:

@@ -47,7 +47,6 @@ def ds_nvme_tune(
     gpu: bool = command.GPU,
     gds: bool = command.GDS,
     sweep_config: Optional[Path] = command.SWEEP_CONFIG,
-    no_save: bool = command.NO_SAVE,
     log_dir: Path = value(
         "_aio_bench_logs",
         "--log-dir",
@@ -72,13 +71,12 @@ def ds_nvme_tune(
             say(console, f"--{name} has no effect")
     folders = [str(folder) for folder in nvme_dir]
     say(console, printable(f"Running DeepNVMe performance tuning on {folders}"))
-    result = command.run(console, job, save=not no_save)
+    result = command.run(console, job)
     if verbose:
         command.print_result(console, result)
     _print_as_theirs(result)
     with _exiting_for_log(log_dir / _LOG_NAME):
         (log_dir / _LOG_NAME).write_text(json.dumps(result.as_json(), indent=1) + "\n")
-    command.exit_if_not_stored(result)
 
 
 @contextlib.contextmanager

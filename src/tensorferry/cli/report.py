@@ -30,8 +30,6 @@ _NO_PARTS = ("tensorferry", "path", "advice")
 _TEXTS_OF_NONE = {
     "soft": "unlimited",
     "hard": "unlimited",
-    "settings": "none: the defaults",
-    "file": "none: profiles are disabled by TENSORFERRY_PROFILES",
     "version": "not installed",
 }
 _NO_LIMIT_KB = (1 << 31) - 1  # the value that a driver without a limit reports

@@ -1,4 +1,4 @@
-"""``tensorferry tune``: finds faster settings for a drive, and stores them for use."""
+"""``tensorferry tune``: finds faster settings for a drive, and prints them in each form in which they can be used."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from tensorferry.cli.consoles import AsJson, make_console, make_table, print_jso
 from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, printable, say_problems
 from tensorferry.cli.parsing import FOLDER, size, switch, value
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.transfer import profiles, runtime
-from tensorferry.tuning import gpus, storing
+from tensorferry.tuning import gpus
 from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.candidates import available_engines, candidates_of_json, default_settings
 
 if TYPE_CHECKING:
-    from tensorferry.transfer.profiles import Profile
     from tensorferry.transfer.settings import Settings
     from tensorferry.tuning.tune import Finding, Job, Progress, Result
 
 _GB = 1e9
-_STORE_REMEDY = "--no-save, or another file in TENSORFERRY_PROFILES"
 _REMEDIES = {
     errno.ENOSPC: "free some space, or use a smaller --io-size",
     errno.EDQUOT: "the quota is exhausted; use a smaller --io-size",
@@ -43,7 +40,6 @@ NO_READ = switch("--no-read", "Do not tune reads.")
 NO_WRITE = switch("--no-write", "Do not tune writes.")
 GPU = switch("--gpu", "Transfer CUDA tensors, on GPU 0 for the first folder, and so on.")
 GDS = switch("--gds", "Transfer CUDA tensors with gds_handle (GPUDirect Storage).")
-NO_SAVE = switch("--no-save", "Do not store the settings.")
 SWEEP_CONFIG = value(
     None,
     "--sweep-config",
@@ -68,7 +64,6 @@ def tune(
     gpu: bool = GPU,
     gds: bool = GDS,
     sweep_config: Optional[Path] = SWEEP_CONFIG,
-    no_save: bool = NO_SAVE,
     quick: bool = switch("--quick", f"The same as --seconds {tuning.QUICK_SECONDS:g}."),
     seconds: float = value(
         tuning.SECONDS,
@@ -79,35 +74,23 @@ def tune(
         min=1,
         max=3600,
     ),
-    show_stored: bool = switch(
-        "--show", "Only show the stored settings (of the folders, if given)."
-    ),
-    forget: bool = switch(
-        "--forget", "Only remove the stored settings (of the folders, if given)."
-    ),
     as_json: AsJson = False,
 ) -> None:
-    """Find settings that are faster than the default on a drive, and store them for use.
+    """Find settings that are faster than the default on a drive.
 
     Tries about a dozen combinations of engine, block size, queue depth and number of workers, by writing and reading an
     unnamed file in each folder, alternately with the default settings. Then the best combination is compared with the
-    default again. Proven settings are stored for this file system, separately for reads and writes. Handles and files
-    without explicit settings use them from then on. Otherwise nothing is stored. Prints the aio section for DeepSpeed.
+    default again. Prints proven settings, separately for reads and writes, and the settings to use for both: as
+    environment variables, as arguments, and as the aio section for DeepSpeed. Changes nothing.
     """
     given = dict(locals())
     console = make_console()
-    if show_stored and forget:
-        raise ExitError(UNUSABLE, ["--show, --forget: choose one of them"])
-    if show_stored or forget:
-        (_show if show_stored else _forget)(console, folders, as_json=as_json)
-        return
     job = make_job(folders, given, tuning.QUICK_SECONDS if quick else seconds)
-    result = run(Console(stderr=True) if as_json else console, job, save=not no_save)
+    result = run(Console(stderr=True) if as_json else console, job)
     if as_json:
         print_json(result.as_json())
     else:
         print_result(console, result)
-    exit_if_not_stored(result)
 
 
 def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning.SECONDS) -> Job:
@@ -142,7 +125,7 @@ def make_job(folders: list[Path], given: dict[str, Any], seconds: float = tuning
     )
 
 
-def run(console: Console, job: Job, *, save: bool) -> Result:
+def run(console: Console, job: Job) -> Result:
     """Tune, with a progress bar, or with a line for each part on a pipe. An error is one line, with exit code 1."""
     # The bar is drawn between measurements only. A thread that draws it would take processor time from measurements.
     columns = BarColumn(), TextColumn("{task.description}")
@@ -162,19 +145,13 @@ def run(console: Console, job: Job, *, save: bool) -> Result:
     try:
         with warnings.catch_warnings(record=True) as caught, bar:
             warnings.simplefilter("always", RuntimeWarning)
-            result = tuning.tune(job, report, save=save)
+            result = tuning.tune(job, report)
     except (OSError, MemoryError) as problem:
         raise ExitError(FAILED, [_explain(problem, job)]) from None
     except EngineUnavailableError as problem:
         raise ExitError(FAILED, [problem]) from None
     say_problems("Note", (warning.message for warning in caught))
     return result
-
-
-def exit_if_not_stored(result: Result) -> None:
-    """Exit with 1 if settings could not be stored."""
-    if result.not_stored:
-        raise ExitError(FAILED, [f"the settings were not stored: {result.not_stored}"])
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -196,22 +173,33 @@ def print_result(console: Console, result: Result) -> None:
         say(console, printable(conclusion(each)))
     count = sum(len(each["seconds"]) for each in result.measurements)
     say(console, f"{count} measurements in {_duration(result.seconds)}")
-    say(console, "\nFor DeepSpeed's configuration:")
-    say(console, json_text.dumps(result.deepspeed(), indent=2))
-    engine = result.settings.engine
-    if engine not in (available_engines()[0], gpus.CUFILE):
-        say(console, f"with TENSORFERRY_ENGINE={engine} in the environment")
+    _print_forms(console, result)
     for warning in result.warnings:
         say(console, printable(f"Note: {warning}"))
-    for places, words in (
-        (result.stored_for, "Stored for {}: handles and files without explicit settings use it."),
-        (
-            result.dropped_for,
-            "Dropped the stored settings for {}: they are no longer proven to be faster.",
-        ),
-    ):
-        if places:
-            say(console, "\n" + words.format(printable(", ".join(places))))
+
+
+def _print_forms(console: Console, result: Result) -> None:
+    """Print the settings in each form in which a program can get them."""
+    settings = result.settings
+    if settings == result.default:
+        say(
+            console,
+            "\nNo settings are faster for all that was measured: the defaults are the best choice.",
+        )
+    else:
+        values = {**settings.as_deepspeed(), "engine": settings.engine}
+        of_open = [f"{name}={values[name]!r}" for name in ("engine", "block_size", "queue_depth")]
+        of_handle = [f"{name}={value!r}" for name, value in values.items()]
+        variables = " ".join(f"{name}={value}" for name, value in settings.as_environment().items())
+        say(console, "\nFor files and handles that give no settings, in the environment:")
+        say(console, variables)
+        say(console, "In Python, for one file or handle:")
+        say(console, f"tensorferry.open(path, {', '.join(of_open)})")
+        say(console, f"tensorferry.aio_handle({', '.join(of_handle)})")
+    say(console, "For DeepSpeed's configuration:")
+    say(console, json_text.dumps(result.deepspeed(), indent=2))
+    if settings.engine not in (available_engines()[0], gpus.CUFILE):
+        say(console, f"with TENSORFERRY_ENGINE={settings.engine} in the environment")
 
 
 def conclusion(found: Finding) -> str:
@@ -256,74 +244,5 @@ def _explain(problem: OSError | MemoryError, job: Job) -> str:
     # The error of a transfer names the unnamed file, as "... (deleted)". The folders are more useful.
     name = str(problem.filename or "(deleted)")
     where = ", ".join(map(str, job.folders)) if name.endswith("(deleted)") else name
-    of_store = name == runtime.profiles_path()
-    remedy = _STORE_REMEDY if of_store else _REMEDIES.get(problem.errno or 0)
+    remedy = _REMEDIES.get(problem.errno or 0)
     return f"{where}: {problem.strerror or problem}" + (f" (remedy: {remedy})" if remedy else "")
-
-
-# Stored settings
-
-
-def _show(console: Console, folders: list[Path], *, as_json: bool) -> None:
-    store = _store()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        kept = profiles.load(store)
-    if caught:
-        raise ExitError(FAILED, [warning.message for warning in caught])
-    if folders:
-        systems = [profiles.file_system_of(folder) for folder in folders]
-        kept = [each for each in kept if any(map(each.file_system.is_same, systems))]
-    if as_json:
-        print_json([each.as_dict() for each in kept])
-        return
-    if not kept:
-        say(console, printable(f"no settings are stored in {store}"))
-        return
-    table = make_table(["file system", "for", "settings"], ("GB/s", "gain"))
-    table.add_column("found", no_wrap=True)
-    for profile in kept:
-        system = f"{profile.file_system.mount_point} ({profile.file_system.type})"
-        numbers = [
-            _number(profile.found.get(name), scale) for name, scale in (("rates", _GB), ("gain", 1))
-        ]
-        words = system, " ".join(profile.use), describe(profile.settings)
-        when = Text(printable(str(profile.found.get("when", ""))[:10]))
-        table.add_row(*(Text(printable(word)) for word in words), *numbers, when)
-    show(console, table)
-    say(console, printable(f"in {store}"))
-
-
-def _number(found: Any, scale: float) -> str:
-    """Return a median from the file. Return "" if it is invalid, as any program may have written the file."""
-    try:
-        return f"{found['median'] / scale:.2f}"
-    except (KeyError, TypeError, OverflowError):
-        return ""
-
-
-def _forget(console: Console, folders: list[Path], *, as_json: bool) -> None:
-    store = _store()
-    systems = [profiles.file_system_of(folder) for folder in folders]
-    removed: list[Profile] = []
-    try:
-        for system in systems or (None,):
-            removed += storing.forget(store, system)
-    except (OSError, ValueError) as problem:
-        words = getattr(problem, "strerror", None) or problem
-        raise ExitError(FAILED, [f"{store}: {words}"]) from None
-    if as_json:
-        print_json([each.as_dict() for each in removed])
-        return
-    if not removed:
-        say(console, printable(f"no settings are stored in {store}"))
-    for profile in removed:
-        words = f"{profile.file_system.mount_point} ({' '.join(profile.use)})"
-        say(console, printable(f"forgotten: {words}"))
-
-
-def _store() -> Path:
-    path = runtime.profiles_path()
-    if path is None:
-        raise ExitError(FAILED, ["profiles are disabled by TENSORFERRY_PROFILES=0"])
-    return Path(path)

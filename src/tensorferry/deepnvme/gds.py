@@ -12,25 +12,15 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base.processes import module_lock
-from tensorferry.deepnvme.handles import (
-    BLOCK_SIZE,
-    OVERLAP_EVENTS,
-    PARALLELISM,
-    QUEUE_DEPTH,
-    SINGLE_SUBMIT,
-    aio_handle,
-)
+from tensorferry.deepnvme.handles import aio_handle
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.transfer.arrays import Memory, has_moved, memory_of
 from tensorferry.transfer.memory import elements_like, gpu_in_use
 from tensorferry.transfer.runtime import start_scheduler
-
-if TYPE_CHECKING:
-    from tensorferry.transfer.runtime import AnyScheduler
 
 _VARIABLE = "TENSORFERRY_GDS"
 
@@ -75,11 +65,11 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
 
     def __init__(
         self,
-        block_size: int = BLOCK_SIZE,
-        queue_depth: int = QUEUE_DEPTH,
-        single_submit: bool = SINGLE_SUBMIT,
-        overlap_events: bool = OVERLAP_EVENTS,
-        intra_op_parallelism: int = PARALLELISM,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int | None = None,
         *,
         num_threads: int | None = None,
     ) -> None:
@@ -96,7 +86,7 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
             num_threads=num_threads,
         )
 
-    def _make_scheduler(self, automatic: bool) -> AnyScheduler:
+    def _make_scheduler(self) -> _core.Scheduler:
         # Imported here, because it would add noticeably to the time of `import tensorferry`.
         from tensorferry.base.libraries import cufile_folders
 
@@ -112,8 +102,8 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         self._compat = None if native else detail
         self._uses_cufile = native or forced == "cufile"
         if self._uses_cufile:
-            return start_scheduler("cufile", self._own_settings)
-        return super()._make_scheduler(automatic)
+            return start_scheduler("cufile", self._settings)
+        return super()._make_scheduler()
 
     # Memory
 

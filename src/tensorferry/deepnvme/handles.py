@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import operator
 import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import (
     Path,
     absolute_path,
     checked_descriptor,
     checked_offset,
-    positive,
 )
 from tensorferry.errors import StorageError, first_error
 from tensorferry.transfer.arrays import LEGACY_STREAM, Memory, memory_of
-from tensorferry.transfer.defaults import (
-    DEFAULT_BLOCK_NBYTES,
-    DEFAULT_QUEUE_DEPTH,
-    MAX_BLOCK_NBYTES,
-    MAX_PARALLELISM,
-    MAX_QUEUE_DEPTH,
-)
 from tensorferry.transfer.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
 from tensorferry.transfer.requests import start, text_of, transfer
 from tensorferry.transfer.runtime import (
-    AnyScheduler,
-    automatic_scheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
@@ -48,6 +36,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from tensorferry import _core
     from tensorferry.transfer.futures import Future
 
 # Slices of a buffer at multiples of this alignment need no copy on any drive.
@@ -57,44 +46,25 @@ _ALIGNMENT = 4096
 _CHUNK_NBYTES = 8 << 20
 
 
-class _Default(int):
-    """A default value that is distinguishable, by identity, from an equal value that the caller passes.
-
-    Only a handle without any explicit setting uses profiles.
-    """
-
-
-class _DefaultFalse(_Default):
-    def __repr__(self) -> str:
-        return "False"
-
-
-# Defaults of all handles.
-BLOCK_SIZE: int = _Default(DEFAULT_BLOCK_NBYTES)
-QUEUE_DEPTH: int = _Default(DEFAULT_QUEUE_DEPTH)
-PARALLELISM: int = _Default(1)
-SINGLE_SUBMIT: Any = _DefaultFalse()
-OVERLAP_EVENTS: Any = _DefaultFalse()
-
-
 class aio_handle:  # noqa: N801  DeepNVMe's name
     """DeepNVMe's ``aio_handle``: read and write tensors, blocking or asynchronously.
 
     Parameters
     ----------
     block_size : int
-        The number of bytes in one submission to the kernel, rounded up to the file system's requirement. With the
-        default, large transfers use blocks of 4 MiB if this keeps the queue full.
+        The number of bytes in one submission to the kernel, rounded up to the file system's requirement; 1 MiB by
+        default. With the default, large transfers use blocks of 4 MiB if this keeps the queue full.
     queue_depth : int
-        The maximum number of blocks in flight for each worker. The queue depth times the block size is the maximum
-        number of bytes in flight for each worker.
+        The maximum number of blocks in flight for each worker; 128 by default. The queue depth times the block size is
+        the maximum number of bytes in flight for each worker.
     single_submit : bool
         Use one system call for each block. This costs time and is meant for comparisons.
     overlap_events : bool
         Accepted and reported, without effect: queues are always refilled as blocks complete.
     intra_op_parallelism : int
-        The number of workers: threads with a queue each, which share the blocks of all requests. It need not divide
-        any size. One worker is enough for one drive with aligned memory; more workers copy unaligned memory faster.
+        The number of workers: threads with a queue each, which share the blocks of all requests; 1 by default. It need
+        not divide any size. One worker is enough for one drive with aligned memory; more workers copy unaligned memory
+        faster.
     num_threads : int, optional
         The name of ``intra_op_parallelism`` in older DeepSpeed versions.
     engine : str, optional
@@ -125,9 +95,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     path, offset, errno and bytes moved, :class:`tensorferry.ShortReadError` if the file is too short, ``ValueError`` or
     ``TypeError`` before any I/O.
 
-    A handle created without any setting uses, for each file, the profile that ``tensorferry tune`` stored for the file
-    system, if there is one. Any explicit setting, even one equal to its default, is used as given and disables
-    profiles.
+    A setting that is not given is the value of its environment variable (TENSORFERRY_BLOCK_SIZE,
+    TENSORFERRY_QUEUE_DEPTH, TENSORFERRY_INTRA_OP_PARALLELISM, TENSORFERRY_ENGINE), or the default.
 
     A file descriptor that is passed as ``filename`` remains unchanged, with its ``flock`` and ``F_OFD_SETLK`` locks.
     ``F_SETLK`` and ``lockf`` locks belong to the process: POSIX releases them whenever the process closes any
@@ -148,34 +117,24 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     def __init__(
         self,
-        block_size: int = BLOCK_SIZE,
-        queue_depth: int = QUEUE_DEPTH,
-        single_submit: bool = SINGLE_SUBMIT,
-        overlap_events: bool = OVERLAP_EVENTS,
-        intra_op_parallelism: int = PARALLELISM,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int | None = None,
         *,
         num_threads: int | None = None,
         engine: str | None = None,
     ) -> None:
-        given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
-        defaults = (BLOCK_SIZE, QUEUE_DEPTH, SINGLE_SUBMIT, OVERLAP_EVENTS, PARALLELISM)
-        same = all(map(operator.is_, given, defaults))
-        automatic = same and num_threads is None and engine is None
         if num_threads is not None:
-            if intra_op_parallelism not in (1, num_threads):
+            if intra_op_parallelism not in (None, 1, num_threads):
                 raise ValueError(
                     "num_threads: another name of intra_op_parallelism, so both must be equal "
                     f"(got {num_threads!r} and {intra_op_parallelism!r})"
                 )
             intra_op_parallelism = num_threads
-        self._own_settings = Settings(
-            block_size=positive(block_size, "block_size", MAX_BLOCK_NBYTES),
-            queue_depth=positive(queue_depth, "queue_depth", MAX_QUEUE_DEPTH),
-            single_submit=bool(single_submit),
-            overlap_events=bool(overlap_events),
-            intra_op_parallelism=positive(
-                intra_op_parallelism, "intra_op_parallelism", MAX_PARALLELISM
-            ),
+        self._settings = Settings.of(
+            *(block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism),
             engine=engine,
         )
         # Reentrant, because a signal handler may use the handle while its thread holds a lock.
@@ -183,11 +142,11 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self._pending: list[_Operation] = []
         # For each wait() that has not returned, its operations. The key is the id() of that list.
         self._awaited: dict[int, list[_Operation]] = {}
-        self._scheduler: AnyScheduler = self._make_scheduler(automatic)
+        self._scheduler = self._make_scheduler()
 
-    def _make_scheduler(self, automatic: bool) -> AnyScheduler:
-        """Start workers with the given settings, or with the profiles of file systems if ``automatic``."""
-        return automatic_scheduler() if automatic else make_scheduler(self._own_settings)
+    def _make_scheduler(self) -> _core.Scheduler:
+        """Start workers with the handle's settings."""
+        return make_scheduler(self._settings)
 
     # Transfers
 
@@ -414,28 +373,28 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     # Settings
 
     def get_block_size(self) -> int:
-        """Return the block size in bytes: as passed, or of the profile that the last transfer used."""
-        return self._settings().block_size
+        """Return the block size in bytes."""
+        return self._settings.block_size
 
     def get_queue_depth(self) -> int:
-        """Return the queue depth: as passed, or of the profile that the last transfer used."""
-        return self._settings().queue_depth
+        """Return the queue depth."""
+        return self._settings.queue_depth
 
     def get_single_submit(self) -> bool:
         """Return whether each block has its own system call."""
-        return self._settings().single_submit
+        return self._settings.single_submit
 
     def get_overlap_events(self) -> bool:
-        """Return ``overlap_events``: as passed, or of the profile that the last transfer used."""
-        return self._settings().overlap_events
+        """Return ``overlap_events``, as passed."""
+        return self._settings.overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Return the number of workers: as passed, or of the profile that the last transfer used."""
-        return self._settings().intra_op_parallelism
+        """Return the number of workers."""
+        return self._settings.intra_op_parallelism
 
     def get_thread_count(self) -> int:
         """Return the number of workers; the older name of :meth:`get_intra_op_parallelism`."""
-        return self._settings().intra_op_parallelism
+        return self._settings.intra_op_parallelism
 
     def get_alignment(self) -> int:
         """Return an alignment in bytes: aligned slices of locked memory need no copy on any drive.
@@ -466,16 +425,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             memory, and among these ``gds_nbytes``, by GPUDirect Storage; ``engine_blocks``, moved by the engine, and
             ``inline_blocks``, moved without it by the calling thread or from the page cache; ``resumed_blocks`` after
             short reads and writes, and ``retried_blocks`` after EINTR and EAGAIN;
-            ``block_latency_microseconds`` with p50, p90, p99 and p99.9. A handle that uses profiles also has
-            ``profiles``: the settings of the profiles in use, by mount point.
+            ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
         """
         return self._scheduler.stats()
-
-    def _settings(self) -> Settings:
-        scheduler = self._scheduler
-        if isinstance(scheduler, _core.Scheduler):
-            return self._own_settings
-        return scheduler.latest_settings() or self._own_settings
 
     # Lifetime
 
@@ -511,7 +463,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def __repr__(self) -> str:
         if not hasattr(self, "_scheduler"):
             return f"<tensorferry.{type(self).__name__}: not initialized>"
-        settings = self._own_settings.as_deepspeed()
+        settings = self._settings.as_deepspeed()
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         try:
             self._scheduler.check_usable()
@@ -534,7 +486,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self.close()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the exit handler has closed all schedulers by then
+        if not sys.is_finalizing():  # the exit handler has waited for all transfers by then
             self._close()
 
     def _transfer_or_start(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from tensorferry.store.allocator import SegmentAllocator
     from tensorferry.store.tensors import TensorInfo
-    from tensorferry.transfer.runtime import AnyScheduler
 
 
 class KeptTensor(NamedTuple):
@@ -96,7 +95,7 @@ def last_kept(version: TensorVersion | None) -> TensorVersion | None:
 
 def open_stored(
     paths: Sequence[str],
-    schedulers: Sequence[AnyScheduler],
+    schedulers: Sequence[_core.Scheduler],
     direct: str,
     allocator: SegmentAllocator,
     *,
@@ -153,7 +152,7 @@ def _check_no_writer(directory: str, run: str) -> None:
 
 
 def _open_segments(
-    paths: Sequence[str], manifest: Manifest, schedulers: Sequence[AnyScheduler], direct: str
+    paths: Sequence[str], manifest: Manifest, schedulers: Sequence[_core.Scheduler], direct: str
 ) -> tuple[list[StoreDirectory], list[Segment]]:
     if len(paths) != manifest.directory_count:
         raise StorageError(

@@ -22,12 +22,11 @@ from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.store.space import Space
 from tensorferry.transfer.requests import submit_one
-from tensorferry.transfer.runtime import scheduler_of, with_descriptors
+from tensorferry.transfer.runtime import with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tensorferry.transfer.runtime import AnyScheduler
 
 # Extents begin and end at multiples of this number. It is a multiple of the page size, which mapping requires, and of
 # 4096, which direct I/O requires.
@@ -106,7 +105,7 @@ class StoreDirectory:
         self,
         path: str,
         weight: float,
-        scheduler: AnyScheduler,
+        scheduler: _core.Scheduler,
         *,
         direct: str,
         segment_nbytes: int,
@@ -329,7 +328,7 @@ def make_durable(segments: Sequence[Segment]) -> StorageError | None:
     failures: list[StorageError] = []
     requests: list[_core.Request] = []
     for segment in segments:
-        scheduler = scheduler_of(segment.directory.scheduler, segment.file, True)
+        scheduler = segment.directory.scheduler
         # A write of 0 bytes with sync=True is a sync.
         request = scheduler.new_request(True, False, True, False, False)
         requests.append(request)

@@ -50,12 +50,13 @@ from tensorferry.transfer.files import in_background, scheduler_for_settings
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.publication import check_renames
 from tensorferry.transfer.runtime import (
-    automatic_scheduler,
     close_scheduler,
     default_scheduler,
+    make_scheduler,
     wait_while_progressing,
     warn_of_abandoned_io,
 )
+from tensorferry.transfer.settings import Settings
 from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Direct, Path
     from tensorferry.store.segments import Piece, Segment
     from tensorferry.transfer.files import Priority
-    from tensorferry.transfer.runtime import AnyScheduler
 
 _Result = TypeVar("_Result")
 
@@ -236,7 +236,7 @@ class TensorStore(Owned):
         self._written_nbytes = self._read_nbytes = self._moved_nbytes = 0
         self._directories = self._allocator.directories
         self._made_in: list[str] = []  # directories with new names that may not be durable yet
-        self._own_schedulers: list[AnyScheduler] = []
+        self._own_schedulers: list[_core.Scheduler] = []
         self._ownerships: list[Ownership] | None = None  # None for a temporary store
         # The contents that the manifest names, or may name after a failed commit. Their pieces must not be overwritten.
         self._committed: list[StoreContents] = []
@@ -263,12 +263,12 @@ class TensorStore(Owned):
 
     def _new_scheduler(
         self, count: int, engine: str | None, block_size: int | None, queue_depth: int | None
-    ) -> AnyScheduler:
-        own: AnyScheduler | None = scheduler_for_settings(engine, block_size, queue_depth)
+    ) -> _core.Scheduler:
+        own: _core.Scheduler | None = scheduler_for_settings(engine, block_size, queue_depth)
         if own is None:
             if count == 1:
                 return default_scheduler()
-            own = automatic_scheduler()
+            own = make_scheduler(Settings.of())
         self._own_schedulers.append(own)
         return own
 

@@ -26,7 +26,6 @@ from tensorferry.transfer import futures
 from tensorferry.transfer.arrays import has_moved
 from tensorferry.transfer.memory import locked_memory
 from tensorferry.transfer.requests import submit_one
-from tensorferry.transfer.runtime import scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -397,7 +396,7 @@ def _submit(
     begin: int = 0,
 ) -> _core.Request:
     file = piece.segment.file
-    scheduler = scheduler_of(piece.segment.directory.scheduler, file, write, memory[3])
+    scheduler = piece.segment.directory.scheduler
     scheduler.check_usable()
     request = scheduler.new_request(write, False, False, False, background)
     submit_one(scheduler, request, file, memory, piece.offset + begin, owner, sums)

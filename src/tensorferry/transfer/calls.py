@@ -356,8 +356,8 @@ def open(
         Bytes in one submission (block).
     queue_depth : int, optional
         The maximum number of blocks in flight. If any of ``engine``, ``block_size`` and ``queue_depth`` is given, the
-        file has its own workers. If none is given, the file uses the settings that ``tensorferry tune`` has stored for
-        its file system (a profile), or else the defaults.
+        file has its own workers; else it shares those of all such files. A setting that is not given is the value of
+        its environment variable (TENSORFERRY_ENGINE, TENSORFERRY_BLOCK_SIZE, TENSORFERRY_QUEUE_DEPTH), or the default.
 
     Raises
     ------

@@ -22,26 +22,16 @@ from tensorferry.base.checks import (
     is_pair,
     is_url,
     one_of,
-    positive,
 )
 from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError
 from tensorferry.transfer.arrays import memory_or_segments
-from tensorferry.transfer.defaults import (
-    DEFAULT_BLOCK_NBYTES,
-    DEFAULT_QUEUE_DEPTH,
-    MAX_BLOCK_NBYTES,
-    MAX_QUEUE_DEPTH,
-)
 from tensorferry.transfer.futures import PendingFutures
 from tensorferry.transfer.requests import set_size, start, transfer, write_segments
 from tensorferry.transfer.runtime import (
-    AnyScheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
-    scheduler_of,
-    schedulers_of,
     wait_while_progressing,
     warn_of_abandoned_io,
     with_descriptors,
@@ -152,8 +142,8 @@ class File:
         path: str | int,
         how: tuple[bool, bool, bool, bool, bool],
         direct: str,
-        scheduler: AnyScheduler,
-        own: AnyScheduler | None,
+        scheduler: _core.Scheduler,
+        own: _core.Scheduler | None,
     ) -> None:
         """Open a file, with arguments that have been checked.
 
@@ -168,12 +158,12 @@ class File:
                 else _core.open_file(path, *how[:4], False, direct)
             ),
         )
-        self._set_file(file, schedulers_of(scheduler, file), own)
+        self._set_file(file, scheduler, own)
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
 
     def _set_file(
-        self, file: _core.File, scheduler: AnyScheduler, own: AnyScheduler | None
+        self, file: _core.File, scheduler: _core.Scheduler, own: _core.Scheduler | None
     ) -> None:
         self._pending = PendingFutures()
         self._closing = threading.RLock()
@@ -323,7 +313,7 @@ class File:
         offset = checked_offset(offset, nbytes_reserved)
         nbytes_reserved = checked_offset(nbytes_reserved, 0, "nbytes_reserved")
         return Stream(
-            scheduler_of(self._scheduler, file, True),
+            self._scheduler,
             file,
             offset,
             checksums=checksums,
@@ -356,8 +346,7 @@ class File:
     def stats(self) -> dict[str, Any]:
         """Return the counters of the file's workers.
 
-        A file opened with explicit settings has its own workers. All other files share workers: one set with the
-        default settings, and one for each different settings that ``tensorferry tune`` has stored (profiles).
+        A file opened with explicit settings has its own workers. All other files share workers.
         """
         return self._scheduler.stats()
 
@@ -526,11 +515,7 @@ def scheduler_for_settings(
     """Return a new scheduler with these settings of :func:`open`, or None if all of them are None."""
     if engine is None and block_size is None and queue_depth is None:
         return None
-    block = DEFAULT_BLOCK_NBYTES if block_size is None else block_size
-    depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
-    block = positive(block, "block_size", MAX_BLOCK_NBYTES)
-    depth = positive(depth, "queue_depth", MAX_QUEUE_DEPTH)
-    return make_scheduler(Settings(block, depth, engine=engine))
+    return make_scheduler(Settings.of(block_size, queue_depth, engine=engine))
 
 
 def remove_created(path: str, identity: object) -> None:

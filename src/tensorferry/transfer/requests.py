@@ -31,10 +31,10 @@ from tensorferry.transfer.arrays import (
 )
 from tensorferry.transfer.checksums import checked
 from tensorferry.transfer.futures import Future
-from tensorferry.transfer.runtime import AnyScheduler, scheduler_of, with_descriptors
+from tensorferry.transfer.runtime import with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from tensorferry.transfer.checksums import Checksums
@@ -62,7 +62,7 @@ def open_for_transfer(
 
 
 def transfer(
-    scheduler: AnyScheduler,
+    scheduler: _core.Scheduler,
     target: Path | int | _core.File,
     memory: AnyMemory,
     offset: int,
@@ -113,7 +113,7 @@ def transfer(
         raise failure
 
 
-def set_size(scheduler: AnyScheduler, file: _core.File, nbytes: int) -> None:
+def set_size(scheduler: _core.Scheduler, file: _core.File, nbytes: int) -> None:
     """Set an open file's size after the writes that were submitted earlier, and before those submitted later.
 
     Bytes of the earlier writes beyond the size are cut off; those of later writes are not.
@@ -122,7 +122,7 @@ def set_size(scheduler: AnyScheduler, file: _core.File, nbytes: int) -> None:
 
 
 def start(
-    scheduler: AnyScheduler,
+    scheduler: _core.Scheduler,
     target: Path | int | _core.File,
     array: _Array,
     memory: AnyMemory,
@@ -147,9 +147,8 @@ def start(
             if isinstance(target, _core.File)
             else open_for_transfer(target, write, direct, name)
         )
-        served = scheduler_of(scheduler, file, write, memory[3])
-        request = served.new_request(write, False, sync, opened, background)
-        submit_one(served, request, file, memory, offset, future, sums)
+        request = scheduler.new_request(write, False, sync, opened, background)
+        submit_one(scheduler, request, file, memory, offset, future, sums)
         return request
 
     try:
@@ -187,7 +186,7 @@ def submit_one(
 
 
 def write_segments(
-    scheduler: AnyScheduler,
+    scheduler: _core.Scheduler,
     file: _core.File,
     segments: _core.Segments,
     offset: int,
@@ -198,18 +197,17 @@ def write_segments(
 
     A segment's position in the file is counted from ``offset``, and the gaps keep their bytes in the file.
     """
-    served = scheduler_of(scheduler, file, True)
-    served.check_usable()
+    scheduler.check_usable()
     columns = segments.ranges(offset)
     count = len(columns[0])
-    request = served.new_request(True, False, sync, False, False)
-    with _cancelled_on_error([request]):
+    request = scheduler.new_request(True, False, sync, False, False)
+    with _cancelled_on_error(request):
         for begin in range(0, count, _CHUNK):
             addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
             positions = range(begin, begin + len(addresses))
             # False: the file gets more transfers. None, for the last ones: it does not, and the request is sealed.
             last = None if begin + _CHUNK >= count else [False] * len(addresses)
-            refused = served.submit(
+            refused = scheduler.submit(
                 *(request, [file] * len(addresses), addresses, nbytes, offsets),
                 *(positions, segments, None, last),
             )
@@ -230,7 +228,7 @@ def start_segments(
     """Start to read segments of several open files, each at an offset, in one request, for which the future is made."""
     scheduler.check_usable()
     request = scheduler.new_request(False, False, False, False, background)
-    with _cancelled_on_error([request]):
+    with _cancelled_on_error(request):
         for at, (file, segments, offset) in enumerate(parts):
             for _, refusal in scheduler.submit(
                 *(request, [file], [0], [segments.nbytes], [offset], [at], future, None, [True]),
@@ -242,20 +240,18 @@ def start_segments(
 
 
 @contextlib.contextmanager
-def _cancelled_on_error(requests: Collection[_core.Request]) -> Iterator[None]:
-    """If the block raises, cancel and seal the requests, and wait for them.
+def _cancelled_on_error(request: _core.Request) -> Iterator[None]:
+    """If the block raises, cancel and seal the request, and wait for it.
 
     KeyboardInterrupt is raised without waiting, which is safe: a request holds references to the arrays until it ends.
     """
     try:
         yield
     except BaseException as error:
-        for request in requests:
-            request.cancel()
-            request.seal()
+        request.cancel()
+        request.seal()
         if isinstance(error, Exception):
-            for request in requests:
-                request.wait(None)
+            request.wait(None)
         raise
 
 
@@ -285,7 +281,7 @@ def text_of(target: Path | int | _core.File) -> str:
 
 
 def transfer_many(
-    scheduler: AnyScheduler,
+    scheduler: _core.Scheduler,
     items: Iterable[tuple[Any, ...]],
     *,
     write: bool,
@@ -430,11 +426,11 @@ _CHUNK = 256
 
 
 class _BatchTransfer:
-    """The transfers of one `transfer_many` call: one request for each scheduler that serves some of the files."""
+    """The transfers of one `transfer_many` call, all in one request."""
 
     def __init__(
         self,
-        scheduler: AnyScheduler,
+        scheduler: _core.Scheduler,
         batch: _Batch,
         files: dict[Path, object],
         write: bool,
@@ -455,13 +451,6 @@ class _BatchTransfer:
         self._files = files
         self._order = _order_of(batch, files, write)
         self._batch = batch if isinstance(self._order, range) else batch.select(self._order)
-        # All items of one file must be in one request, because the request truncates the file, and a request belongs to
-        # one scheduler. The location of the memory is one of the things that select the scheduler. Therefore all items
-        # use the same location for it: that of the first item if all are on one device, else None (host memory).
-        locations = batch.locations or [None]
-        devices = {None if location is None else location[0] for location in locations}
-        self._location = locations[0] if len(devices) == 1 else None
-        self._requests: dict[_core.Scheduler, _core.Request] = {}
         # Errors of items that were refused before they could be submitted, by position in the batch.
         self._refused: dict[int, StorageError] = {}
         # If the end of a submission separates the items of a file: that file's path, and its open file or error. The
@@ -470,20 +459,17 @@ class _BatchTransfer:
 
     def run(self) -> list[tuple[int, StorageError]]:
         """Move all items; return the position and error of each one that failed, in the caller's order."""
-        requests = self._requests.values()  # a view, which also has those that are added later
-        with _cancelled_on_error(requests):
+        self._scheduler.check_usable()
+        request = self._scheduler.new_request(*self._request_flags)
+        with _cancelled_on_error(request):
             begin = 0
             while begin < len(self._batch.paths):
                 end = self._end_of_chunk(begin)
-                self._submit(begin, end)
+                self._submit(request, begin, end)
                 begin = end
-            for request in requests:
-                request.seal()
-            for request in requests:
-                request.wait(None)
-        failures = dict(self._refused)
-        for request in requests:
-            failures.update(request.failures())
+            request.seal()
+            request.wait(None)
+        failures = self._refused | dict(request.failures())
         order = self._order
         return sorted(((order[at], why) for at, why in failures.items()), key=lambda one: one[0])
 
@@ -502,48 +488,30 @@ class _BatchTransfer:
         path = self._batch.paths[at]
         return self._files.get(path, path)
 
-    def _submit(self, begin: int, end: int) -> None:
+    def _submit(self, request: _core.Request, begin: int, end: int) -> None:
         """Submit the items from ``begin`` to ``end``, in halves if the process is short of descriptors."""
-        self._scheduler.check_usable()
-        while begin < end:
-            try:
-                begin += with_descriptors(
-                    self._scheduler,
-                    lambda: self._submit_for_one_scheduler(begin, end),  # noqa: B023
-                )
-                continue
-            except OSError as error:
-                if error.errno not in _DESCRIPTOR_ERRORS or end - begin == 1:
-                    raise
-            # The retry is outside of the `except` block: the exception's traceback keeps alive the frame that holds
-            # the files opened so far, and they are closed only when the exception is gone.
-            half = (end - begin) // 2
-            self._submit(begin, begin + half)
-            begin += half
+        try:
+            with_descriptors(self._scheduler, lambda: self._submit_at_once(request, begin, end))
+        except OSError as error:
+            if error.errno not in _DESCRIPTOR_ERRORS or end - begin == 1:
+                raise
+        else:
+            return
+        # The retry is outside of the `except` block: the exception's traceback keeps alive the frame that holds the
+        # files opened so far, and they are closed only when the exception is gone.
+        middle = begin + (end - begin) // 2
+        self._submit(request, begin, middle)
+        self._submit(request, middle, end)
 
-    def _submit_for_one_scheduler(self, begin: int, end: int) -> int:
-        """Submit the first items of a range, as many as one scheduler serves; return how many were handled.
-
-        An item whose file cannot be opened is handled, too: its error is kept in ``_refused``.
-        """
+    def _submit_at_once(self, request: _core.Request, begin: int, end: int) -> None:
+        """Submit a range of items. The error of a file that cannot be opened is kept in ``_refused``."""
         paths = self._batch.paths
         opened: dict[Path, _core.File | StorageError] = {}
-        scheduler: _core.Scheduler | None = None
-        for at in range(begin, end):
-            path = paths[at]
-            if path in opened:
-                continue
-            file = self._open(path)
-            if isinstance(file, _core.File):
-                serving = scheduler_of(self._scheduler, file, self._write, self._location)
-                if scheduler is not None and serving is not scheduler:
-                    end = at
-                    break
-                scheduler = serving
-            opened[path] = file
+        for path in paths[begin:end]:
+            if path not in opened:
+                opened[path] = self._open(path)
         # If the end separates the items of one file, reserve the space of all its items now, before the first of them
         # is written: to extend a file, the kernel waits for the writes to it that are in flight (ext4, XFS).
-        paths = self._batch.paths
         is_cut = end < len(paths) and paths[end] == paths[end - 1]
         continued = paths[end] if is_cut else None
         begins = continued is not None and (
@@ -559,30 +527,18 @@ class _BatchTransfer:
                 files.append(file)
             else:
                 self._refused[at] = copy.copy(file)
-        continued_file = None if continued is None else (continued, opened[continued])
-        if scheduler is None or not positions:
-            self._continued_file = continued_file
-            return end - begin
-        request = self._requests.get(scheduler)
-        if request is None:
-            request = self._requests[scheduler] = scheduler.new_request(*self._request_flags)
-        complete = len(positions) == end - begin
-        part = self._batch.part(begin, end) if complete else self._batch.select(positions)
-        refused = scheduler.submit(
-            request,
-            files,
-            part.addresses,
-            part.nbytes,
-            part.offsets,
-            positions,
-            part.owners,
-            part.locations,
-            # False: the file gets more items in the next submission.
-            [path != continued for path in part.paths],
-        )
-        self._continued_file = continued_file
+        refused: Iterable[tuple[int, StorageError]] = ()
+        if positions:
+            is_whole = len(positions) == end - begin
+            part = self._batch.part(begin, end) if is_whole else self._batch.select(positions)
+            refused = self._scheduler.submit(
+                *(request, files, part.addresses, part.nbytes, part.offsets, positions),
+                *(part.owners, part.locations),
+                # False: the file gets more items in the next submission.
+                [path != continued for path in part.paths],
+            )
+        self._continued_file = None if continued is None else (continued, opened[continued])
         self._refused.update(refused)
-        return end - begin
 
     def _open(self, path: Path) -> _core.File | StorageError:
         """Return the open file of a path, or the error that opening it raised."""

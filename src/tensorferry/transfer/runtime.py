@@ -12,24 +12,17 @@ import resource
 import time
 import weakref
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorferry import _core
 from tensorferry.base.caller_warnings import warn
 from tensorferry.base.processes import module_lock
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
-from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES
-from tensorferry.transfer.settings import Settings
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tensorferry.transfer.profile_schedulers import SchedulerGroup
-
-# Explicit settings make one scheduler. With stored profiles the default scheduler is a group: several schedulers behind
-# the interface of one.
-AnyScheduler: TypeAlias = "_core.Scheduler | SchedulerGroup"
 
 # The block size of large requests, unless the caller chose one. Blocks of this size halve the processor time, compared
 # with the default size, and are faster on fast drives.
@@ -53,7 +46,7 @@ _Result = TypeVar("_Result")
 # All schedulers that exist. The exit handler closes them.
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
 _lock = module_lock()
-_default: AnyScheduler | None = None
+_default: _core.Scheduler | None = None
 
 
 def engines() -> dict[str, str | None]:
@@ -89,55 +82,7 @@ def start_scheduler(engine: str, settings: Settings) -> _core.Scheduler:
     return scheduler
 
 
-def automatic_scheduler() -> AnyScheduler:
-    """Return a new scheduler with default settings, and with the stored profiles if there are any."""
-    scheduler = make_scheduler(Settings())
-    path = profiles_path()
-    # An engine set in the environment is an explicit setting, which disables profiles.
-    if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
-        return scheduler
-    from tensorferry.transfer.profile_schedulers import with_profiles
-
-    return with_profiles(scheduler, path, make_scheduler)
-
-
-def profiles_path() -> str | None:
-    """Return the path of the file in which ``tensorferry tune`` stores profiles, or None if profiles are disabled.
-
-    The environment variable TENSORFERRY_PROFILES is the path, or "0" to disable profiles. By default the file is in
-    the user's configuration folder.
-    """
-    chosen = os.environ.get("TENSORFERRY_PROFILES")
-    if chosen:
-        return None if chosen == "0" else chosen
-    # os.path, because importing pathlib would account for a third of the time of `import tensorferry`.
-    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
-    return f"{folder}/tensorferry/profiles.json"
-
-
-def scheduler_of(
-    scheduler: AnyScheduler,
-    file: _core.File,
-    write: bool,
-    location: tuple[int, int] | None = None,
-) -> _core.Scheduler:
-    """Return the core scheduler that serves a transfer of a file.
-
-    ``location`` is that of the transfer's GPU memory, or None for host memory.
-    """
-    if isinstance(scheduler, _core.Scheduler):
-        return scheduler
-    return scheduler.of(file, write, location)
-
-
-def schedulers_of(scheduler: AnyScheduler, file: _core.File) -> AnyScheduler:
-    """Return what serves all transfers of a file: one scheduler, or a group that selects among several."""
-    if isinstance(scheduler, _core.Scheduler):
-        return scheduler
-    return scheduler.of_file(file)
-
-
-def default_scheduler() -> AnyScheduler:
+def default_scheduler() -> _core.Scheduler:
     """Return the scheduler of the module's functions and of files without settings; a forked child has its own."""
     global _default
     scheduler = _default
@@ -145,12 +90,12 @@ def default_scheduler() -> AnyScheduler:
         return scheduler
     with _lock:
         if _default is None or not _default.belongs_to_this_process():
-            _default = automatic_scheduler()
+            _default = make_scheduler(Settings.of())
         return _default
 
 
 def with_descriptors(
-    scheduler: AnyScheduler, action: Callable[[], _Result], *, opens: bool = True
+    scheduler: _core.Scheduler, action: Callable[[], _Result], *, opens: bool = True
 ) -> _Result:
     """Call ``action``, which opens files; at a descriptor limit, wait until requests have closed files and retry.
 
@@ -173,7 +118,7 @@ def with_descriptors(
         waiting.wait()
 
 
-def _wait_while_over_half(scheduler: AnyScheduler) -> None:
+def _wait_while_over_half(scheduler: _core.Scheduler) -> None:
     # Query the limit each time: the process may change it, and the query costs less than opening a file.
     waiting = None
     while (
@@ -197,7 +142,7 @@ class _DescriptorWait:
     Files that the program opened itself are not counted, because they stay open when transfers end.
     """
 
-    def __init__(self, scheduler: AnyScheduler) -> None:
+    def __init__(self, scheduler: _core.Scheduler) -> None:
         self.is_over = False
         self._scheduler = scheduler
         self._times = 0
@@ -235,7 +180,7 @@ def descriptor_limit() -> int:
 
 
 def close_scheduler(
-    scheduler: AnyScheduler, *, patient: bool = True, interruptible: bool = False
+    scheduler: _core.Scheduler, *, patient: bool = True, interruptible: bool = False
 ) -> bool:
     """Wait for outstanding requests and end the workers; return whether all requests ended.
 
@@ -248,7 +193,7 @@ def close_scheduler(
     return ended
 
 
-def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
+def wait_while_progressing(step: Callable[[float], bool], *schedulers: _core.Scheduler) -> bool:
     """Call ``step(seconds)`` until it returns True; return False once the schedulers make no progress for too long.
 
     The limit is CLOSE_PATIENCE_SECONDS. ``step`` waits at most the given seconds for what the caller needs.
@@ -266,7 +211,7 @@ def wait_while_progressing(step: Callable[[float], bool], *schedulers: AnySchedu
     return True
 
 
-def _moved(scheduler: AnyScheduler) -> object:
+def _moved(scheduler: _core.Scheduler) -> object:
     """Return the counters that change whenever a block ends; equal values mean no progress."""
     counted = scheduler.stats()
     return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]

@@ -376,20 +376,6 @@ def _queues(facts: Facts) -> Iterator[tuple[str, str, str]]:
             )
 
 
-@_rule("hint", "profile")
-def _untuned(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    profile, system = known(facts, "profile"), known(facts, "file_system")
-    if not profile or not system or _is_pseudo_file_system(facts):
-        return
-    on_drive = "mount_point" in system and not system["in_memory"]
-    if on_drive and profile["file"] is not None and not profile["settings"]:
-        yield (
-            "No settings are stored for this file system.",
-            "Handles and files without explicit settings use the default settings there.",
-            f"tensorferry tune {facts['path']}",
-        )
-
-
 @_rule("hint", "devices")
 def _numa(facts: Facts) -> Iterator[tuple[str, str, str]]:
     nodes = known(facts, "processors", "numa_nodes") or {}

@@ -298,7 +298,7 @@ def _measure_fio(
         raise UnavailableError(
             f"with direct I/O, fio transfers at least {_SECTOR_NBYTES} bytes (remedy: a larger --io-size)"
         )
-    ours = Settings()._asdict() | settings
+    ours = Settings.of()._asdict() | settings
     engine = ours["engine"] if ours["engine"] in ("io_uring", "libaio") else "libaio"
     depth = ours["queue_depth"] * ours["intra_op_parallelism"]
     base = fio.Config(engine, min(ours["block_size"], nbytes), depth)

@@ -12,9 +12,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import parse_nbytes
-from tensorferry.transfer.defaults import MAX_BLOCK_NBYTES, MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.transfer.runtime import engines
-from tensorferry.transfer.settings import Settings
+from tensorferry.transfer.settings import (
+    MAX_BLOCK_NBYTES,
+    MAX_PARALLELISM,
+    MAX_QUEUE_DEPTH,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +35,7 @@ _SWITCHES = ("single_submit", "sequential_requests")
 
 
 def default_settings() -> Settings:
-    """Return the settings of a handle without explicit settings, with the name of the engine.
+    """Return the default settings, with the name of the engine.
 
     ``overlap_events`` is True, because tensorferry always works as if it were.
     """
@@ -50,7 +54,6 @@ def candidates(default: Settings) -> list[Settings]:
     ]
     workers = [2, 4] if len(os.sched_getaffinity(0)) > 1 else [2]
     found += [default._replace(intra_op_parallelism=count) for count in workers]
-    found.append(default._replace(single_submit=True))
     engines_here = available_engines()
     if default.engine in engines_here:  # not for cuFile, which cannot be replaced by another engine
         found += [default._replace(engine=each) for each in engines_here if each != default.engine]

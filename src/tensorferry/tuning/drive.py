@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.transfer import profiles
 from tensorferry.transfer.arrays import memory_of
 from tensorferry.transfer.requests import start
 from tensorferry.transfer.runtime import close_scheduler, start_scheduler
@@ -62,7 +61,7 @@ class Drive:
         self, folder: Path, nbytes: int, gpu: int | None = None, *, gds: bool = False
     ) -> None:
         self.nbytes = nbytes
-        self.memory = profiles.memory_name(gpu)
+        self.memory = "host" if gpu is None else f"gpu{gpu}"
         self.samples: dict[tuple[Settings, str], list[tuple[float, float]]] = defaultdict(list)
         self._schedulers: dict[Settings, _core.Scheduler] = {}
         self._resources = ExitStack()

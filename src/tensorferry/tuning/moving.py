@@ -207,7 +207,7 @@ class HandleMethod(Method):
         self.stats = handle.stats()
 
     def settings(self) -> dict[str, Any]:
-        """Return the handle's settings, which may come from a profile."""
+        """Return the handle's settings."""
         used = {name: getattr(self._handle, f"get_{name}")() for name in _SETTINGS}
         return used | {"engine": self._handle.engine}
 
@@ -248,14 +248,9 @@ class FilesMethod(Method):
         self.stats = stats | {"gpu_nbytes": self._gpu_nbytes, "gds_nbytes": 0}
 
     def settings(self) -> dict[str, Any]:
-        """Return the block size, the queue depth and the engine that the file uses.
-
-        A setting that is not explicit comes from a profile, or is the default.
-        """
+        """Return the block size, the queue depth and the engine that the file uses."""
         assert self._file is not None
-        scheduler = self._file._scheduler
-        tuned = getattr(scheduler, "latest_settings", lambda: None)() or Settings()
-        used = tuned._asdict() | self._settings
+        used = Settings.of()._asdict() | self._settings
         return {name: used[name] for name in _SETTINGS[:2]} | {"engine": self._file.engine}
 
     def close(self) -> None:

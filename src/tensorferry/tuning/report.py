@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
 import tensorferry
-from tensorferry.transfer import profiles
-from tensorferry.transfer.runtime import close_scheduler, make_scheduler, profiles_path
+from tensorferry.transfer.runtime import close_scheduler, make_scheduler
 from tensorferry.transfer.settings import Settings
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
@@ -62,7 +60,6 @@ def report(path: Path) -> Facts:
             "control_groups": limits.control_groups(),
             "file_system": system,
             "devices": attempt(devices.behind, known(system, "device_number")),
-            "profile": attempt(_profile, path),
             "gpu": gpus.gpus(),
             "gpudirect_storage": gpus.gpudirect_storage(),
             "libraries": {"numpy": attempt(lambda: {"version": version("numpy")})},
@@ -84,27 +81,8 @@ def _engines() -> Facts:
 
 
 def _chosen_engine() -> str:
-    scheduler = make_scheduler(Settings())
+    scheduler = make_scheduler(Settings.of())
     try:
         return scheduler.engine
     finally:
         close_scheduler(scheduler)
-
-
-def _profile(path: Path) -> Facts:
-    """Return the file of profiles (None if disabled), and the settings that are stored in it for a path.
-
-    The key of settings is their use: the direction and the kind of memory.
-    """
-    file = profiles_path()
-    found = None
-    if file is not None:
-        with warnings.catch_warnings():
-            # A warning about the file becomes an exception, and attempt() makes it the reason of an unknown fact.
-            warnings.simplefilter("error")
-            stored = profiles.load(Path(file))
-        found = {
-            " ".join(each.use): each.settings._asdict()
-            for each in profiles.profiles_of(profiles.file_system_of(path), stored)
-        }
-    return {"file": file, "settings": found or None}

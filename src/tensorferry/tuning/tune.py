@@ -1,24 +1,19 @@
-"""Tuning: measures the drives behind folders, and stores profiles with settings that are proven to be faster.
+"""Tuning: measures the drives behind folders, and finds settings that are proven to be faster than the default.
 
 There is a separate decision for each drive, each direction (read or write) and each kind of memory (host or GPU).
-Without proof nothing is stored. Candidates are the settings that are compared with the default settings.
+Candidates are the settings that are compared with the default settings.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import functools
-import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
+from tensorferry.base.mounts import mount_or_none
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.transfer import profiles, runtime
-from tensorferry.tuning import storing
 from tensorferry.tuning.candidates import candidates, common, default_settings
 from tensorferry.tuning.deciding import Decision, decide
 from tensorferry.tuning.drive import Drive, largest_nbytes
@@ -27,6 +22,7 @@ from tensorferry.tuning.machine.storage import IN_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from tensorferry.transfer.settings import Settings
 
@@ -68,34 +64,19 @@ class Finding:
     """The decision for one direction of one folder's drive."""
 
     folder: Path
-    file_system: profiles.FileSystem
+    file_system: str  # its type
     direction: str
     memory: str
     decision: Decision
     rates: dict[str, float]  # the rates of the chosen settings, in bytes per second
     default_rates: dict[str, float]
 
-    def profile(self) -> profiles.Profile | None:
-        """Return the profile to store, or None."""
-        decision = self.decision
-        if decision.chosen == decision.default or self.file_system.type in IN_MEMORY:
-            return None
-        now = datetime.datetime.now(datetime.timezone.utc)
-        found = {
-            "gain": decision.measured(),
-            "rates": self.rates,
-            "when": now.isoformat(timespec="seconds"),
-            "tensorferry": tensorferry.__version__,
-        }
-        use = self.direction, self.memory
-        return profiles.Profile(self.file_system, decision.chosen, *use, found)
-
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         decision = self.decision
         return {
             "folder": str(self.folder),
-            "file_system": dataclasses.asdict(self.file_system),
+            "file_system": self.file_system,
             "direction": self.direction,
             "memory": self.memory,
             "settings": decision.chosen._asdict(),
@@ -116,11 +97,6 @@ class Result:
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
     measurements: list[dict[str, Any]] = field(default_factory=list)
-    # The mount points, directions and memory of profiles that were stored, and of those that were dropped because they
-    # are no longer proven.
-    stored_for: list[str] = field(default_factory=list)
-    dropped_for: list[str] = field(default_factory=list)
-    not_stored: str | None = None  # the error if profiles could not be stored
 
     @property
     def settings(self) -> Settings:
@@ -146,12 +122,13 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return a dict for JSON. Rates are in bytes per second."""
-        names = ("seconds", "warnings", "measurements", "stored_for", "dropped_for")
+        names = ("seconds", "warnings", "measurements")
         return {name: getattr(self, name) for name in names} | {
             "tensorferry": tensorferry.__version__,
             "default": self.default._asdict(),
             "settings": self.settings._asdict(),
             "deepspeed": self.deepspeed(),
+            "environment": self.settings.as_environment(),
             "rates": self.rates(),
             "found": [each.as_dict() for each in self.found],
         }
@@ -202,8 +179,8 @@ class Progress:
         self._done, self._share_of_part = self._done + 1, 0.0
 
 
-def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True) -> Result:
-    """Find settings that are faster than the default on the drives behind folders, and store them as profiles.
+def tune(job: Job, on_progress: Callable[[Progress], None]) -> Result:
+    """Find settings that are faster than the default on the drives behind folders.
 
     Parameters
     ----------
@@ -211,45 +188,28 @@ def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True
         The parameters.
     on_progress : callable
         Called after each step.
-    save : bool
-        Whether to store proven settings, and drop stored profiles for the same use that are no longer proven.
 
     Raises
     ------
     OSError
-        A folder or the file of profiles cannot be written, a disk is full, or a drive fails.
+        A folder cannot be written, a disk is full, or a drive fails.
     MemoryError
         The memory for the data cannot be allocated.
     """
     begin = time.perf_counter()
-    path = runtime.profiles_path()
-    store = Path(path) if path is not None and save and not job.cufile else None
-    if store is not None:
-        storing.check_writable(store)
     default = default_settings()
     if job.cufile:
         default = default._replace(engine=CUFILE)
     result = Result(job, default)
-    chosen: list[tuple[Path, profiles.FileSystem, int | None]] = []
+    chosen: dict[tuple[int, int | None], Path] = {}
     for number, folder in enumerate(job.folders):
-        system, gpu = profiles.file_system_of(folder), job.gpus[number % len(job.gpus)]
-        if any(system.is_same(other) and gpu == used for _, other, used in chosen):
+        drive = folder.stat().st_dev, job.gpus[number % len(job.gpus)]
+        if chosen.setdefault(drive, folder) is not folder:
             result.warnings.append(f"{folder}: skipped, because its file system is tuned already")
-        else:
-            chosen.append((folder, system, gpu))
     progress = Progress(job, len(chosen), on_progress)
-    for each in chosen:
-        _tune_folder(result, *each, progress)
-    if save and job.cufile:
-        result.warnings.append("not stored: gds_handle uses only explicit settings")
-    elif save and path is None:
-        result.warnings.append("not stored: profiles are disabled by TENSORFERRY_PROFILES=0")
-    if forced := os.environ.get("TENSORFERRY_ENGINE"):
-        result.warnings.append(
-            f"TENSORFERRY_ENGINE={forced} is set: stored settings are not used with it"
-        )
-    if store is not None:
-        _store(result, store)
+    for (_, gpu), folder in chosen.items():
+        mount = mount_or_none(folder)
+        _tune_folder(result, folder, mount["type"] if mount else "unknown", gpu, progress)
     result.seconds = time.perf_counter() - begin
     return result
 
@@ -257,7 +217,7 @@ def tune(job: Job, on_progress: Callable[[Progress], None], *, save: bool = True
 def _tune_folder(
     result: Result,
     folder: Path,
-    system: profiles.FileSystem,
+    system: str,
     gpu: int | None,
     progress: Progress,
 ) -> None:
@@ -311,10 +271,10 @@ def _suitable_nbytes(folder: Path, gpu: int | None, job: Job, default: Settings)
     return nbytes
 
 
-def _warnings(folder: Path, system: profiles.FileSystem, drive: Drive) -> list[str]:
+def _warnings(folder: Path, system: str, drive: Drive) -> list[str]:
     warnings = []
-    if system.type in IN_MEMORY:
-        warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
+    if system in IN_MEMORY:
+        warnings.append(f"{folder} is in memory ({system})")
     elif not drive.direct:
         warnings.append(
             f"{folder}: direct I/O does not work: writes include a sync, and reads may come from a cache"
@@ -325,20 +285,3 @@ def _warnings(folder: Path, system: profiles.FileSystem, drive: Drive) -> list[s
             f"{folder}: with only {mib} MiB of data, the figures are inaccurate (remedy: more free space or memory)"
         )
     return warnings
-
-
-def _store(result: Result, store: Path) -> None:
-    """Store the proven profiles of all file systems, and drop those that are no longer proven."""
-    for folder in dict.fromkeys(each.folder for each in result.found):
-        found = [each for each in result.found if each.folder == folder]
-        profiles_found = {(each.direction, each.memory): each.profile() for each in found}
-        system = found[0].file_system
-        try:
-            dropped = storing.store(store, system, profiles_found)
-        except (OSError, ValueError) as error:
-            # Not raised, because the results must still be printed.
-            result.not_stored = f"{store}: {getattr(error, 'strerror', None) or error}"
-            return
-        stored = [use for use, profile in profiles_found.items() if profile is not None]
-        result.stored_for += [f"{system.mount_point}: {' '.join(use)}" for use in stored]
-        result.dropped_for += [f"{system.mount_point}: {' '.join(use)}" for use in dropped]
