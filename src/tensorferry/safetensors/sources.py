@@ -290,9 +290,12 @@ def files_of(source: Source) -> Files:
         )
     if indexes:
         return _beside_index(folder, indexes[0], names)
-    names = [name for name in names if not index.is_aside(name)]
     if not names:
         raise SafetensorError("there is neither an index nor any .safetensors file", path)
+    if index.SINGLE_NAME in names:
+        return Files([str(folder / index.SINGLE_NAME)])
+    # A killed save may have left files that no index names.
+    names = [name for name in names if not index.is_own(name)] or names
     _check_numbers((name for name in names if not index.RANKS_FILE.fullmatch(name)), path)
     return Files([str(folder / name) for name in names])
 
@@ -303,6 +306,12 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
     found = _indexed(path)
     assert found.owners is not None
     named = {as_path(each).name for each in found.paths}
+    single = index_name.removesuffix(".index.json")
+    has_single = single in names and single not in named
+    if all(map(index.is_own, named)):
+        # Only a save of this library has written the index. It then removes the older model.safetensors, which counts
+        # until it has been removed, and counts if it was written later by another library.
+        return Files([str(folder / single)]) if has_single else found
     ranks = [name for name in names if index.RANKS_FILE.fullmatch(name) and name not in named]
     if ranks:
         raise SafetensorError(
@@ -310,12 +319,8 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
             "them is the current model (remedy: move the old files away, or give the path of the index)",
             str(folder),
         )
-    single = index_name.removesuffix(".index.json")
-    if single not in names or single in named:
+    if not has_single:
         return found
-    pending = index.read(path)[1].get(index.PENDING_FILES)
-    if isinstance(pending, list):  # an interim index: a save was killed, or is in progress
-        return Files([str(folder / single)]) if single in pending else found
     if named.isdisjoint(names):
         # Some libraries that replace a model with a smaller one remove its files but leave the index.
         head, _ = look(str(folder / single))
@@ -331,7 +336,7 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
 def _indexed(path: str) -> Files:
     """Return the files that an index names. Raise SafetensorError if the folder has more files of the same model."""
     folder = as_path(path).parent
-    weights, _ = index.read(path)
+    weights = index.read(path)
     if not weights:
         raise SafetensorError("the index does not name any tensor", path)
     named = set(weights.values())
