@@ -87,6 +87,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     chosen: list[Any] = [draw(parts(length)) for length in lengths]
     if ellipsis is not None:
         chosen.insert(ellipsis, ...)
+        chosen += [...] * draw(st.sampled_from([0, 0, 1, 2]))
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
         chosen.insert(draw(st.integers(0, len(chosen))), None)
     if len(chosen) == 1 and draw(st.booleans()):
