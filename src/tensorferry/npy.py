@@ -2,14 +2,15 @@
 
 A .npz file is a zip archive, each member of which is a .npy file. numpy.lib.format parses the headers, and zipfile
 parses the directories of archives. The core reads the data of a .npy file and of uncompressed members, and only those
-bytes that an index needs. zipfile reads a compressed member as a whole. Pickled objects are refused. If an uncompressed
-member is read as a whole, its CRC-32 is verified; zipfile verifies that of a compressed member.
+bytes that an index needs. zipfile reads a compressed member as a whole. Pickled objects are refused. A member that
+cannot be read is refused when it is requested, and the others can be read. If an uncompressed member is read as a
+whole, its CRC-32 is verified; zipfile verifies that of a compressed member.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import io
 import math
 import struct
 import zipfile
@@ -21,17 +22,19 @@ from numpy.lib import format as npy_format
 
 import tensorferry
 from tensorferry._core import crc32_combine
-from tensorferry.base.ranges import read_plan, strides_of
 from tensorferry.base.reprs import safe_repr
+from tensorferry.safetensors.frameworks import framework_of
+from tensorferry.safetensors.parts import Files, Part, load
 from tensorferry.safetensors.slicing import select
-from tensorferry.transfer.arrays import collect_runs
 from tensorferry.transfer.python_files import reopen_python_file
 from tensorferry.transfer.remote import source_path
+from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tensorferry.base.checks import Path
+    from tensorferry.transfer.files import File
 
 __all__ = ["Array", "FormatError", "NumpyFile"]
 
@@ -39,10 +42,11 @@ SUFFIX = ".npy"
 # A member (a file in a zip archive) begins with a local header, which ends with the name and the extra field. The first
 # number is the position of the lengths of these two, the second the header's size without them.
 _NAME_LENGTHS_AT, _LOCAL_HEADER_NBYTES = 26, 30
+_MAX_HEADER_NBYTES = 1 << 20
 
 
 class FormatError(ValueError):
-    """A file is damaged, is not a NumPy file, or has unsupported contents (pickled objects or encrypted members).
+    """A file is damaged, was changed, or is not a NumPy file; or a member of it is, or has pickled objects.
 
     Attributes
     ----------
@@ -91,7 +95,7 @@ class StoredArray(NamedTuple):
     crc: int | None = None
 
 
-class NumpyFile(Mapping[str, "Array"]):
+class NumpyFile(Mapping[str, "Array"], Files):
     """An open .npy or .npz file: a mapping from names to arrays. The array in a .npy file has the empty name.
 
     A context manager. Any number of threads may use it.
@@ -104,7 +108,8 @@ class NumpyFile(Mapping[str, "Array"]):
     Raises
     ------
     FormatError
-        The file is damaged or truncated, or has contents other than arrays of numbers, text and times.
+        The file is damaged or truncated. This is also raised for an array that is damaged or has contents other than
+        numbers, text and times, when it is requested; and by reads, if the file was changed meanwhile.
     StorageError
         The file cannot be read.
 
@@ -116,20 +121,28 @@ class NumpyFile(Mapping[str, "Array"]):
 
     def __init__(self, path: Path) -> None:
         self.path = source_path(path)
-        self._file = tensorferry.open(self.path)
-        self._arrays: dict[str, Array] = {}
+        self._file = VersionedFile(self.path, changed=_changed)
+        self._arrays: dict[
+            str, Array | str
+        ] = {}  # a text is the reason why an array cannot be read
         try:
             with self._stream() as stream, _format_errors(self.path):
-                for place in _stored_arrays(stream, self._file.size):
-                    if place.name in self._arrays:
-                        raise FormatError("two arrays have this name", self.path, place.name)
-                    self._arrays[place.name] = Array(self, place)
+                for name, found in _stored_arrays(stream, self._file.size):
+                    if name in self._arrays:
+                        raise FormatError("two arrays have this name", self.path, name)
+                    self._arrays[name] = found if isinstance(found, str) else Array(self, found)
+            if isinstance(problem := self._arrays.get(""), str) and len(self._arrays) == 1:
+                raise FormatError(problem, self.path)
+            self._file.check()
         except BaseException:
             self.close()
             raise
 
     def __getitem__(self, name: str) -> Array:
-        return self._arrays[name]
+        found = self._arrays[name]
+        if isinstance(found, str):
+            raise FormatError(found, self.path, name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -150,6 +163,10 @@ class NumpyFile(Mapping[str, "Array"]):
     @safe_repr
     def __repr__(self) -> str:
         return f"<NumpyFile {self.path!r}: {len(self)} arrays>"
+
+    def open(self, *_: Any, **__: Any) -> File:
+        """Return the open file."""
+        return self._file
 
     def _stream(self) -> IO[bytes]:
         """Return a Python file object for the same file, even if its path now names another file."""
@@ -228,14 +245,23 @@ class Array:
         chosen = select(index, self.shape, self._owner.path, self.place.name) if is_sliced else None
         if chosen is None or self.place.begin is None or 0 in (self.nbytes, *chosen.shape):
             return self.read()[index]
-        if self.place.is_fortran:
-            array = self._read_positions(chosen.positions[::-1], self.shape[::-1]).T
-        else:
-            array = self._read_positions(chosen.positions, self.shape)
+        order = slice(None, None, -1 if self.place.is_fortran else 1)
+        begin = self.place.begin + self.place.header_nbytes
+        positions, shape = chosen.positions[order], self.shape[order]
+        part = Part(begin, shape, self.dtype.itemsize, framework_of("np", None), positions)
+        load(part, self._owner)
+        array = part.elements().view(self.dtype)
+        array = array.T if self.place.is_fortran else array
         array = array[chosen.basic]
         array = array[chosen.lists] if chosen.lists else array
         # Like NumPy, return a scalar if integers select one element, but a 0-dimensional array if there is an ellipsis.
         return array if array.shape or Ellipsis in parts else array[()]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the first dimension, which reads one element of it at a time."""
+        if not self.shape:
+            raise TypeError("iteration over a 0-dimensional array")
+        return map(self.__getitem__, range(self.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -260,35 +286,8 @@ class Array:
         ):
             array: np.ndarray[Any, Any] = npy_format.read_array(member, allow_pickle=False)
             member.read()  # zipfile verifies the CRC-32 when it reaches the end of the member
+        self._owner._file.check()
         return array
-
-    def _read_positions(
-        self, positions: tuple[Sequence[int], ...], shape: tuple[int, ...]
-    ) -> np.ndarray[Any, Any]:
-        """Read the elements at the given positions of each dimension; the dimensions are in the order of the file."""
-        assert self.place.begin is not None
-        begin, file = self.place.begin + self.place.header_nbytes, self._owner._file
-        plan = read_plan(positions, shape, self.dtype.itemsize)
-        sizes = tuple(map(len, positions))
-        data = np.empty(math.prod(sizes) * self.dtype.itemsize, np.uint8)
-        result: np.ndarray[Any, Any] = np.ndarray(sizes, self.dtype, data)
-        if plan.exact:
-            windows = [*plan.windows]
-            segments, first = collect_runs(
-                (window.begin for window in windows), windows[0].nbytes, self.nbytes, data
-            )
-            file.read(segments, begin + first)  # type: ignore[call-overload]
-            return result
-        split, strides = plan.split, strides_of(shape)
-        rows = result.reshape(-1, *sizes[split:])
-        for window in plan.windows:
-            slab = file.read(np.empty(window.nbytes, np.uint8), begin + window.begin)
-            selected = [positions[split][window.first : window.stop], *positions[split + 1 :]]
-            steps = zip(selected, strides[split:], strict=True)
-            at_each = [(np.asarray(each) - each[0]) * step for each, step in steps]
-            elements = slab.view(self.dtype)[functools.reduce(np.add.outer, at_each)]
-            rows[window.row, window.first : window.stop] = elements
-        return result
 
 
 def _is_slice(part: Any) -> bool:
@@ -298,37 +297,66 @@ def _is_slice(part: Any) -> bool:
     return part is None or part is Ellipsis or type(part) is int
 
 
-def _stored_arrays(stream: IO[bytes], file_nbytes: int) -> Iterator[StoredArray]:
-    """Yield the descriptions of a file's arrays, after checking them."""
+def _changed(path: str) -> FormatError:
+    return FormatError("it was changed after its header was read (remedy: open it again)", path)
+
+
+def _stored_arrays(stream: IO[bytes], file_nbytes: int) -> Iterator[tuple[str, StoredArray | str]]:
+    """Yield the names of a file's arrays, each with its description, or the reason why it cannot be read."""
     magic = stream.read(len(npy_format.MAGIC_PREFIX))
     stream.seek(0)
     if magic == npy_format.MAGIC_PREFIX:
-        yield _stored_array("", stream, file_nbytes, begin=0)
+        yield "", _stored_array("", stream, file_nbytes, begin=0)
         return
     if not magic.startswith(b"PK"):
         raise ValueError("not a .npy or .npz file, or its beginning is damaged")
     with zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
             name = info.filename.removesuffix(SUFFIX)
-            if name == info.filename:
-                raise ValueError(f"member {name!r} is not a .npy file")
-            begin = None
-            if not 0 <= info.header_offset <= file_nbytes - _LOCAL_HEADER_NBYTES:
-                raise ValueError(f"member {name!r} is truncated")
-            if info.compress_type == zipfile.ZIP_STORED:
-                stream.seek(info.header_offset + _NAME_LENGTHS_AT)
-                begin = info.header_offset + _LOCAL_HEADER_NBYTES
-                begin += sum(struct.unpack("<2H", stream.read(4)))
-                if begin + info.file_size > file_nbytes:
-                    raise ValueError(f"member {name!r} is truncated")
-            # The sizes of an encrypted member differ even if it is not compressed. open() raises an error for such a
-            # member, so only the sizes of members that are not encrypted are compared.
-            with archive.open(info) as member:
-                if begin is not None and info.compress_size != info.file_size:
-                    raise ValueError(
-                        f"member {name!r} is not compressed but has two different sizes"
-                    )
-                yield _stored_array(name, member, info.file_size, begin=begin, crc=info.CRC)
+            try:
+                with _format_errors("", name):
+                    yield name, _stored_member(archive, info, stream, file_nbytes)
+            except FormatError as error:
+                yield name, error.reason
+
+
+def _stored_member(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, stream: IO[bytes], file_nbytes: int
+) -> StoredArray:
+    if not info.filename.endswith(SUFFIX):
+        raise ValueError("this member is not a .npy file")
+    begin = None
+    if not 0 <= info.header_offset <= file_nbytes - _LOCAL_HEADER_NBYTES:
+        raise ValueError("it is truncated")
+    if info.compress_type == zipfile.ZIP_STORED:
+        stream.seek(info.header_offset + _NAME_LENGTHS_AT)
+        begin = info.header_offset + _LOCAL_HEADER_NBYTES
+        begin += sum(struct.unpack("<2H", stream.read(4)))
+        if begin + info.file_size > file_nbytes:
+            raise ValueError("it is truncated")
+    # The sizes of an encrypted member differ even if it is not compressed. open() raises an error for such a member, so
+    # only the sizes of members that are not encrypted are compared.
+    with archive.open(info) as member:
+        if begin is not None and info.compress_size != info.file_size:
+            raise ValueError("it is not compressed but has two different sizes")
+        name = info.filename.removesuffix(SUFFIX)
+        return _stored_array(name, member, info.file_size, begin=begin, crc=info.CRC)
+
+
+def _header_3_0(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read a header of version 3.0, which differs from 2.0 in its encoding: UTF-8 instead of Latin-1."""
+    nbytes = int.from_bytes(stream.read(4), "little")
+    # Only names in quotes have other characters than ASCII, and there escapes stand for the same characters.
+    text = stream.read(min(nbytes, _MAX_HEADER_NBYTES)).decode().encode("ascii", "backslashreplace")
+    as_2_0 = io.BytesIO(len(text).to_bytes(4, "little") + text)
+    return npy_format.read_array_header_2_0(as_2_0, max_header_size=len(text))
+
+
+_HEADERS: dict[tuple[int, int], Any] = {
+    (1, 0): npy_format.read_array_header_1_0,
+    (2, 0): npy_format.read_array_header_2_0,
+    (3, 0): _header_3_0,
+}
 
 
 def _stored_array(
@@ -336,30 +364,22 @@ def _stored_array(
 ) -> StoredArray:
     """Read the header of an array, and check that exactly the array's elements follow the header."""
     version = npy_format.read_magic(stream)
-    read_header = {
-        (1, 0): npy_format.read_array_header_1_0,
-        (2, 0): npy_format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ValueError(
-            f"array {name!r} has version {version} of the format, which is not supported"
-        )
-    shape, is_fortran, dtype = read_header(stream)
+    if version not in _HEADERS:
+        raise ValueError(f"it has version {version} of the format, which is not supported")
+    shape, is_fortran, dtype = _HEADERS[version](stream)
     if dtype.hasobject:
         raise ValueError(
-            f"array {name!r} has pickled objects, which may run any code when they are loaded: not supported"
+            "it has pickled objects, which may run any code when they are loaded: not supported"
         )
     if any(type(length) is not int or length < 0 for length in shape):
-        raise ValueError(f"array {name!r} has the invalid shape {shape}")
+        raise ValueError(f"it has the invalid shape {shape}")
     if dtype.subdtype is not None:  # such elements add dimensions that the shape does not include
-        raise ValueError(
-            f"array {name!r} has arrays as elements (dtype {dtype}), which is not supported"
-        )
+        raise ValueError(f"it has arrays as elements (dtype {dtype}), which is not supported")
     header_nbytes, nbytes = stream.tell(), math.prod(shape) * dtype.itemsize
     behind = whole_nbytes - header_nbytes - nbytes
     if behind:
         problem = f"{-behind} bytes are missing" if behind < 0 else f"{behind} more bytes follow it"
-        raise ValueError(f"array {name!r} of shape {shape} has {nbytes} bytes, but {problem}")
+        raise ValueError(f"its shape {shape} has {nbytes} bytes, but {problem}")
     # The constructor raises an error if NumPy does not support such an array. With strides of 0 the array needs memory
     # for one element only.
     np.ndarray(shape, dtype, bytes(dtype.itemsize if nbytes else 0), strides=(0,) * len(shape))

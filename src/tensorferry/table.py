@@ -7,6 +7,7 @@ This module converts row numbers to 64-bit integers, and arrays to addresses and
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import itertools
 import math
@@ -20,16 +21,17 @@ from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError, memory_moved
 from tensorferry.transfer.arrays import masked_type, memory_of
 from tensorferry.transfer.calls import open as open_file
-from tensorferry.transfer.files import File, in_background
+from tensorferry.transfer.files import in_background
 from tensorferry.transfer.futures import Future
 from tensorferry.transfer.requests import start_segments
+from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tensorferry.base.checks import Direct, Path
     from tensorferry.transfer.arrays import Memory
-    from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.files import File, Priority
 
 _MODES = ("r", "r+", "rb", "rb+", "r+b")
 
@@ -144,25 +146,22 @@ class Table:
         """
         one_of(mode, "mode", _MODES)
         # Imported here by name: safetensors is a higher layer than this module, and most tables do not need it.
-        found = importlib.import_module("tensorferry.safetensors.tables").find(
-            path, [name] if isinstance(name, str) else list(name), framework
-        )
+        tables = importlib.import_module("tensorferry.safetensors.tables")
+        names = [name] if isinstance(name, str) else list(name)
+        found, row_shape, dtype = tables.find(path, names, framework)
         table = cls.__new__(cls)
-        parts: list[_Part] = []
+        table._describe((sum(rows for _, rows in found), *row_shape), dtype)
         opened: dict[str, File] = {}
         try:
-            for stored, shape in found.tensors:
+            for stored, _ in found:
                 if stored.path not in opened:
-                    opened[stored.path] = open_file(stored.path, mode, direct=direct)
-                    stored.check(opened[stored.path])
-                parts.append(_Part(opened[stored.path], stored.tensor.begin, shape[0]))
-            rows = sum(part.rows for part in parts)
-            table._describe((rows, *found.tensors[0][1][1:]), found.dtype)
-            table._set_parts(parts)
+                    opened[stored.path] = stored.open(direct=direct, mode=mode)
         except BaseException:
             for file in opened.values():
                 file.close()
             raise
+        parts = [_Part(opened[stored.path], stored.tensor.begin, rows) for stored, rows in found]
+        table._set_parts(parts)
         return table
 
     def _describe(self, shape: Sequence[int], dtype: Any) -> None:
@@ -174,26 +173,28 @@ class Table:
             raise ValueError(
                 f"shape: expected the number of rows, followed by the shape of a row (got {shape!r})"
             )
-        self._numpy_dtype, self._torch_dtype, self._returns_torch = _dtypes(dtype)
-        itemsize: int = (self._torch_dtype or self._numpy_dtype).itemsize
-        self._row_nbytes = math.prod(self._shape[1:]) * itemsize
+        self._dtype = _Dtype(dtype)
+        self._row_nbytes = math.prod(self._shape[1:]) * self._dtype.itemsize
 
     def _set_parts(self, parts: list[_Part]) -> None:
         self._parts = parts
         self._files = list(dict.fromkeys(part.file for part in parts))
         self._ends = list(itertools.accumulate(part.rows for part in parts))
         try:
-            for part in parts:
-                nbytes = part.offset + part.rows * self._row_nbytes
-                size: int = part.file.size
-                if nbytes > size:
-                    raise ValueError(
-                        f"shape: {part.rows} rows of {self._row_nbytes} bytes at offset {part.offset} end at "
-                        f"{nbytes}, but {_name_of(part.file)} has {size} bytes"
-                    )
+            self._check_extents(ValueError)
         except BaseException:
             self.close()
             raise
+
+    def _check_extents(self, kind: Callable[..., Exception]) -> None:
+        """Raise an exception of a kind if a file is shorter than its part of the table."""
+        for part in self._parts:
+            nbytes = part.offset + part.rows * self._row_nbytes
+            if nbytes > part.file.size:
+                raise kind(
+                    f"shape: {part.rows} rows of {self._row_nbytes} bytes at offset {part.offset} end at {nbytes}, but "
+                    f"{part.file.path!r} has {part.file.size} bytes"
+                )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -203,7 +204,7 @@ class Table:
     @property
     def dtype(self) -> Any:
         """The dtype of an element: a torch dtype if :meth:`gather` returns torch tensors, else a NumPy dtype."""
-        return self._torch_dtype if self._returns_torch else self._numpy_dtype
+        return self._dtype.given
 
     @property
     def row_nbytes(self) -> int:
@@ -260,7 +261,8 @@ class Table:
                 # Also after KeyboardInterrupt: the core keeps the rows' memory until the blocks in flight are complete.
                 future.cancel()
                 raise
-        return _copy_to_result(out, target)
+        _copy_to_result(out, target)
+        return out
 
     def gather_async(
         self, ids: Any, out: Any = None, *, priority: Priority = "normal"
@@ -275,20 +277,10 @@ class Table:
         """
         background = in_background(priority)
         out, target, parts = self._prepare_read(ids, out)
-        if len(parts) == 1:
-            file, segments, offset = parts[0]
-            future = file._start(segments, offset, (False, False, background, None))
-            future._gives(out)
-        else:
-            future = self._start(out, target, parts, background)
-        if target is not out:
-
-            def copy_to_out() -> None:
-                _copy_to_result(out, target)
-
-            future._gives(out, copy_to_out)
-        what, nbytes = ", ".join(map(_name_of, self._files)), len(parts) and target.nbytes
-        future._is_about(False, f"rows of {what}", parts[0].offset if parts else 0, nbytes)
+        future = self._start(out, target, parts, background)
+        future._gives(out, lambda: _copy_to_result(out, target))
+        offset, nbytes = (parts[0].offset, target.nbytes) if parts else (0, 0)
+        future._is_about(False, f"rows of {self._path_text}", offset, nbytes)
         return future
 
     def scatter(self, ids: Any, rows: Any, *, sync: bool = False) -> None:
@@ -310,7 +302,8 @@ class Table:
         TypeError, ValueError
             An argument is invalid, or the table was not opened with "r+"; nothing was written.
         StorageError
-            Not all rows could be written. Each row may be old, new, or a mixture of both.
+            Not all rows could be written. Each row may be old, new, or a mixture of both. Or the file has become
+            shorter than the table; nothing was written.
 
         Notes
         -----
@@ -321,6 +314,8 @@ class Table:
         self._check_array(rows, (*numbers.shape, *self._shape[1:]), "rows")
         memory = memory_of(rows, writable=False, name="rows", host=True)
         parts = self._parts_of(numbers, memory, write=True)
+        # A write behind the end would turn the rows that the file has lost into zeros.
+        self._check_extents(lambda reason: StorageError(errno.ESTALE, reason, self._files[0].path))
         for file, segments, offset in parts:
             file._write_segments(segments, offset, sync=sync)
 
@@ -351,8 +346,11 @@ class Table:
     @safe_repr
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
-        files = ", ".join(map(_name_of, self._files))
-        return f"<{state}tensorferry.Table {list(self._shape)} {self.dtype} of {files}>"
+        return f"<{state}tensorferry.Table {list(self._shape)} {self.dtype} of {self._path_text}>"
+
+    @property
+    def _path_text(self) -> str:
+        return ", ".join(repr(file.path) for file in self._files)
 
     # The rows of a call
 
@@ -391,20 +389,18 @@ class Table:
         return rows
 
     def _empty(self, shape: tuple[int, ...], of_torch: bool) -> Any:
-        if self._torch_dtype is None and self._numpy_dtype is not None:
-            self._torch_dtype = _torch_dtype_of(self._numpy_dtype) if of_torch else None
-        if self._torch_dtype is not None and (of_torch or self._returns_torch):
-            return sys.modules["torch"].empty(shape, dtype=self._torch_dtype)
+        known = self._dtype.of_torch() if of_torch or self._dtype.is_torchs else None
+        if known is not None:
+            return sys.modules["torch"].empty(shape, dtype=known)
         import numpy as np
 
-        return np.empty(shape, self._numpy_dtype)
+        return np.empty(shape, self._dtype.of_numpy)
 
     def _check_array(self, array: Any, shape: tuple[int, ...], name: str) -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(array, torch.Tensor):
-            expected = self._torch_dtype or _torch_dtype_of(self._numpy_dtype)
+        if _is_tensor(array):
+            expected = self._dtype.of_torch()
         elif hasattr(array, "__array_interface__"):
-            expected = self._numpy_dtype
+            expected = self._dtype.of_numpy
         else:
             kind = type(array).__name__
             raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {kind}")
@@ -424,10 +420,58 @@ class Table:
             future,
             background=background,
         )
-        future._start(request, lambda: _failure_of_memory(target, parts))
+        future._start(request, lambda: _failure_of(target, parts))
         for file in self._files:
             file._pending.add(future)
         return future
+
+
+class _Dtype:
+    """A dtype of NumPy, or of torch.
+
+    Attributes
+    ----------
+    given : torch.dtype or numpy.dtype
+        The dtype.
+    is_torchs : bool
+        Whether it is torch's.
+    of_numpy : numpy.dtype, or None
+        NumPy's dtype; None if it has none, or is not installed.
+    itemsize : int
+        The size of an element in bytes.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        torch: Any = sys.modules.get("torch")
+        self.is_torchs = torch is not None and isinstance(dtype, torch.dtype)
+        self.given, self.of_numpy = dtype, None  # type: Any, Any
+        self._name = str(dtype).removeprefix("torch.")
+        try:
+            import numpy as np
+
+            self.of_numpy = np.dtype(self._name if self.is_torchs else dtype)
+        except (ModuleNotFoundError, TypeError) as error:
+            if not self.is_torchs and isinstance(dtype, str):
+                self.given = getattr(importlib.import_module("torch"), self._name, None)
+                self.is_torchs = isinstance(self.given, sys.modules["torch"].dtype)
+            if not self.is_torchs:
+                raise TypeError(
+                    f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
+                ) from None
+        if not self.is_torchs:
+            self.given = found = self.of_numpy
+            self._name = found.name if found.isnative else ""
+            if dtype is None or found.hasobject or found.itemsize == 0:
+                raise TypeError(
+                    f"dtype: expected a dtype with elements of fixed size, got {dtype!r}"
+                )
+        self.itemsize: int = self.given.itemsize
+
+    def of_torch(self) -> Any:
+        """Return torch's dtype, or None if it has none; torch must have been imported."""
+        torch = sys.modules["torch"]
+        found = getattr(torch, self._name, None)
+        return found if isinstance(found, torch.dtype) else None
 
 
 class _Numbers(NamedTuple):
@@ -439,96 +483,59 @@ class _Numbers(NamedTuple):
     of_torch: bool  # whether the caller passed the row numbers as a torch tensor
 
 
-def _numbers_of(ids: Any, rows: int) -> _Numbers:
+def _is_tensor(array: Any) -> bool:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(ids, torch.Tensor):
-        dtype = ids.dtype
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or ids.is_quantized:
-            raise TypeError(f"ids: expected integers, got the dtype {dtype}")
-        is_unsigned = dtype is torch.uint64
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _numbers_of(ids: Any, rows: int) -> _Numbers:
+    is_tensor = _is_tensor(ids)
+    if is_tensor:
+        torch, dtype = sys.modules["torch"], ids.dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        is_integer = is_integer and not ids.is_quantized
+        is_unsigned, shape = dtype is torch.uint64, tuple(ids.shape)
         numbers = ids.detach().cpu().contiguous()
-        numbers = numbers.view(torch.int64) if is_unsigned else numbers.to(torch.int64)
-        return _Numbers(_memory_of_ids(numbers), tuple(ids.shape), is_unsigned, True)
-    import numpy as np
-
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise TypeError(f"ids: expected an array of integers, got {ids!r}: {error}") from None
-    if isinstance(ids, masked_type()):
-        raise TypeError(
-            "ids: a masked array has a mask, which would be ignored (remedy: pass .data or .compressed())"
-        )
-    given = hasattr(ids, "dtype")
-    if array.size == 0 and not given:  # NumPy makes an array of floats from an empty list
-        array = array.astype(np.int64)
-    if array.dtype.kind == "O" and not given:
-        for number in array.flat:
-            if type(number) is int and not -rows <= number < rows:
-                raise IndexError(f"ids: {number} is outside of a table of {rows} rows")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"ids: expected integers, got the dtype {array.dtype}")
-    is_unsigned = array.dtype == np.uint64
-    numbers = np.ascontiguousarray(array, np.uint64 if is_unsigned else np.int64)
-    return _Numbers(_memory_of_ids(numbers), array.shape, is_unsigned, False)
-
-
-def _memory_of_ids(numbers: Any) -> Memory:
-    return memory_of(numbers, writable=False, name="ids", host=True)
-
-
-def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
-    """Return the NumPy dtype and the torch dtype (None if unknown), and whether rows are torch tensors."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(dtype, torch.dtype):
-        return _numpy_dtype_of(dtype), dtype, True
-    try:
+        if is_integer:
+            numbers = numbers.view(torch.int64) if is_unsigned else numbers.to(torch.int64)
+    else:
         import numpy as np
 
-        found = np.dtype(dtype)
-    except (ModuleNotFoundError, TypeError) as error:
-        if isinstance(dtype, str):
-            torch = importlib.import_module("torch")
-            named = getattr(torch, dtype.removeprefix("torch."), None)
-            if isinstance(named, torch.dtype):
-                return _numpy_dtype_of(named), named, True
-        reason = f"dtype: expected a dtype of torch or NumPy, got {dtype!r}: {error}"
-        raise TypeError(reason) from None
-    if dtype is None or found.hasobject or found.itemsize == 0:
-        raise TypeError(f"dtype: expected a dtype with elements of fixed size, got {dtype!r}")
-    return found, None, False
+        try:
+            array = np.asarray(ids)
+        except ValueError as error:
+            raise TypeError(f"ids: expected an array of integers, got {ids!r}: {error}") from None
+        if isinstance(ids, masked_type()):
+            raise TypeError(
+                "ids: a masked array has a mask, which would be ignored (remedy: pass .data or .compressed())"
+            )
+        given, dtype = hasattr(ids, "dtype"), array.dtype
+        if array.dtype.kind == "O" and not given:
+            for number in array.flat:
+                if type(number) is int and not -rows <= number < rows:
+                    raise IndexError(f"ids: {number} is outside of a table of {rows} rows")
+        # NumPy makes an array of floats from an empty list.
+        is_integer = dtype.kind in "iu" or (array.size == 0 and not given)
+        is_unsigned, shape = dtype == np.uint64, array.shape
+        if is_integer:
+            numbers = np.ascontiguousarray(array, np.uint64 if is_unsigned else np.int64)
+    if not is_integer:
+        raise TypeError(f"ids: expected integers, got the dtype {dtype}")
+    memory = memory_of(numbers, writable=False, name="ids", host=True)
+    return _Numbers(memory, shape, is_unsigned, is_tensor)
 
 
-def _numpy_dtype_of(dtype: Any) -> Any:
-    """Return the NumPy dtype for a torch dtype; None if there is none, or if NumPy is not installed."""
-    try:
-        import numpy as np
-
-        return np.dtype(str(dtype).removeprefix("torch."))
-    except (ModuleNotFoundError, TypeError):
-        return None
-
-
-def _torch_dtype_of(dtype: Any) -> Any:
-    """Return the torch dtype for a NumPy dtype, or None if there is none; torch must have been imported."""
-    torch = sys.modules["torch"]
-    found = getattr(torch, dtype.name, None) if dtype.isnative else None
-    return found if isinstance(found, torch.dtype) else None
-
-
-def _name_of(file: File) -> str:
-    return repr(file.path)
-
-
-def _failure_of_memory(target: Any, parts: Iterable[_Rows]) -> StorageError | None:
+def _failure_of(target: Any, parts: Iterable[_Rows]) -> Exception | None:
+    """Return an error if the memory was released before the read of rows ended, or if a file was changed."""
     for file, segments, offset in parts:
         if segments.moved():
-            return memory_moved(_name_of(file), offset, target.nbytes)
+            return memory_moved(repr(file.path), offset, target.nbytes)
+        if isinstance(file, VersionedFile) and (error := file.change()) is not None:
+            return error
     return None
 
 
-def _copy_to_result(out: Any, target: Any) -> Any:
-    """Copy the rows to the result array, unless they were read into it, and return it."""
+def _copy_to_result(out: Any, target: Any) -> None:
+    """Copy the rows to the result array, unless they were read into it."""
     if target is not out:
         out.copy_(target)
-    return out

@@ -110,16 +110,16 @@ def test_only_the_bytes_that_are_wanted_are_read(
     np.save(directory / "it.npy", array)
     with NumpyFile(directory / "it.npy") as file:
         read: list[int] = []
-        plain = type(file._file).read
+        plain = type(file._file).read_into
 
         def counted(self: Any, wanted: Any, *args: Any, **options: Any) -> Any:
             if isinstance(wanted, _core.Segments):  # runs, with gaps between them
                 read.append(sum(wanted.ranges(0)[1]))
             else:
-                read.append(wanted.nbytes)
+                read.append(sum(each if isinstance(each, int) else each.nbytes for each in wanted))
             return plain(self, wanted, *args, **options)
 
-        monkeypatch.setattr(type(file._file), "read", counted)
+        monkeypatch.setattr(type(file._file), "read_into", counted)
         rows = (slice(None), slice(40, 60)) if order == "F" else slice(40, 60)
         for index in (rows, 7, (slice(5, 10), slice(None, None, 400)), [3, 1999, 3]):
             assert same(file[""][index], array[index])
@@ -188,24 +188,73 @@ def test_what_is_behind_an_array_is_not_lost_silently(directory: pathlib.Path) -
         NumpyFile(directory / "two")
 
 
-def test_pickled_objects_are_refused(directory: pathlib.Path) -> None:
+def test_pickled_objects_are_refused_and_other_members_read(directory: pathlib.Path) -> None:
     objects = np.array([{}], object)
     mixed = np.zeros(2, [("a", "i4"), ("b", "O")])
     np.save(directory / "it.npy", objects, allow_pickle=True)
     np.savez(directory / "it.npz", fine=np.ones(3), mixed=mixed)
-    for name in ("it.npy", "it.npz"):
-        with pytest.raises(FormatError, match="pickled objects, which may run any code"):
-            NumpyFile(directory / name)
+    with pytest.raises(FormatError, match="pickled objects, which may run any code"):
+        NumpyFile(directory / "it.npy")
+    with NumpyFile(directory / "it.npz") as file:
+        assert list(file) == ["fine", "mixed"]
+        assert same(file["fine"].read(), np.ones(3))
+        with pytest.raises(FormatError, match=r"'mixed': it has pickled objects") as caught:
+            file["mixed"]
+        assert (caught.value.path, caught.value.name) == (str(directory / "it.npz"), "mixed")
 
 
-def test_archives_of_other_things_are_refused(directory: pathlib.Path) -> None:
+def test_names_outside_latin_1_are_read(directory: pathlib.Path) -> None:
+    """np.save() writes version 3.0 for them."""
+    array = np.array([(1.5, 2), (3, 4)], [("\u4f60\\ '\"", "f4"), ("é", "<i2")])
+    with pytest.warns(UserWarning, match="3.0"):
+        np.save(directory / "it.npy", array)
+    with NumpyFile(directory / "it.npy") as file:
+        assert same(file[""].read(), array)
+        assert same(file[""][1:], array[1:])
+
+
+def test_iteration_is_numpys(directory: pathlib.Path) -> None:
+    array = made("<f4", (3, 2))
+    np.savez(directory / "it.npz", array=array, scalar=np.array(5.0), empty=np.zeros((0, 3)))
+    with NumpyFile(directory / "it.npz") as file:
+        assert all(same(*rows) for rows in zip(file["array"], array, strict=True))
+        assert list(file["empty"]) == []
+        for use in (list, iter, lambda it: 5.0 in it):
+            with pytest.raises(TypeError):
+                use(file["scalar"])
+
+
+@pytest.mark.parametrize("kind", ["npy", "stored", "compressed"])
+@pytest.mark.parametrize("shape", [(40, 100), (100, 40)])
+def test_a_file_that_was_saved_again_in_place_is_refused(
+    directory: pathlib.Path, kind: str, shape: tuple[int, int]
+) -> None:
+    """np.save() and np.savez() write in place; the same sizes may be other arrays."""
+    path = directory / f"it.{'npy' if kind == 'npy' else 'npz'}"
+    write: Any = {"npy": np.save, "stored": np.savez, "compressed": np.savez_compressed}[kind]
+    write(path, np.zeros((40, 100), np.float32))
+    with NumpyFile(path) as file:
+        array = next(iter(file.values()))
+        write(path, np.ones(shape, np.int32))
+        for read in (array.read, array.check, lambda: array[3:5], lambda: list(array)):
+            if read == array.check and kind == "npy":
+                continue
+            with pytest.raises(FormatError, match=r"it\.np.*: it was changed"):
+                read()
+
+
+def test_members_that_are_not_arrays_are_refused_when_they_are_requested(
+    directory: pathlib.Path,
+) -> None:
     plain = io.BytesIO()
     np.save(plain, np.ones(3))
     with zipfile.ZipFile(directory / "it.npz", "w") as archive:
         archive.writestr("a.npy", plain.getvalue())
         archive.writestr("text", b"text")
-    with pytest.raises(FormatError, match="member 'text' is not"):
-        NumpyFile(directory / "it.npz")
+    with NumpyFile(directory / "it.npz") as file:
+        assert same(file["a"].read(), np.ones(3))
+        with pytest.raises(FormatError, match="'text': this member is not"):
+            file["text"]
     with zipfile.ZipFile(directory / "it.npz", "w") as archive:
         archive.writestr("a.npy", plain.getvalue())
         with pytest.warns(UserWarning, match="Duplicate"):
@@ -250,10 +299,10 @@ def test_directories_that_say_something_else_are_found(directory: pathlib.Path, 
         4, "little"
     )
     (directory / "it.npz").write_bytes(data)
-    with pytest.raises(
-        FormatError, match=r"member 'a' (is not compressed but has two|is truncated)"
-    ):
-        NumpyFile(directory / "it.npz")
+    with NumpyFile(directory / "it.npz") as file:
+        assert same(file["b"].read(), np.arange(20))
+        with pytest.raises(FormatError, match=r"'a': it is (not compressed but has two|truncated)"):
+            file["a"]
 
 
 def test_bz2_that_is_damaged_is_found(directory: pathlib.Path) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorferry.safetensors.frameworks import Framework
-from tensorferry.safetensors.loading import SourceFile, begin_bytes, begin_load
-from tensorferry.safetensors.opened import begin_slice
+from tensorferry.safetensors.loading import SourceFile
+from tensorferry.safetensors.parts import PartLoader, TensorPart
+from tensorferry.safetensors.read_ahead import FileTensors
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,6 +35,9 @@ class Memory:
     @property
     def __cuda_array_interface__(self) -> Any:
         return self.array.__cuda_array_interface__
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def __getitem__(self, index: Any) -> Memory:
         if not isinstance(index, slice):
@@ -64,6 +68,12 @@ class OnGpu(Framework):
 
     def as_integers(self, data: Memory, itemsize: int, shape: tuple[int, ...]) -> Memory:
         return data
+
+    def owner_of(self, data: Memory) -> Memory:
+        return data
+
+    def memory_of(self, owner: Memory | None) -> Memory | None:
+        return owner
 
     def strided(self, data: Any, shape: Any, strides: Any, first: int) -> Any:
         raise AssertionError("nothing is to be picked")
@@ -106,24 +116,25 @@ def test_tensors_are_loaded_into_gpu_memory(
 ) -> None:
     (make_warm if state == "warm" else make_cold)(path)
     source, framework = SourceFile(str(path), direct), OnGpu(gpu)
-    found = begin_load(source, source.header.tensors.values(), framework).result()
+    tensors = FileTensors(source, framework)
+    parts = [TensorPart(source.stored(name), None, framework) for name in content]
+    found = dict(PartLoader(parts, tensors, 1 << 30))
     assert {name: gpu.bytes_of(each.array) for name, each in found.items()} == content
-    tensor = source.tensor("last")
-    (one,) = [begin_bytes(source, tensor, tensor.begin, tensor.end, framework).result()]
-    assert gpu.bytes_of(one.array) == content["last"]
+    for name in ("last", "large", "small"):  # out of order, and in order
+        assert gpu.bytes_of(tensors.get(name).array) == content[name]
 
 
 def test_rows_are_read_into_gpu_memory(
     gpu: Gpu, path: pathlib.Path, content: dict[str, bytes]
 ) -> None:
     make_cold(path)
-    source = SourceFile(str(path), "auto")
+    tensors = FileTensors(SourceFile(str(path), "auto"), OnGpu(gpu))
     rows = [content["large"][at * ROW + 5 : at * ROW + 60_000] for at in range(40)]
     for index, expected in (
         ((slice(3, 40, 9), slice(5, 60_000)), rows[3:40:9]),
         (([30, 2], slice(5, 60_000)), [rows[2], rows[30]]),
     ):
-        found = begin_slice(source, source.tensor("large"), index, OnGpu(gpu)).result()
+        found = tensors.get_part("large", index)
         assert gpu.bytes_of(found.array) == b"".join(expected)
 
 

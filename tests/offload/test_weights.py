@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import io
 import itertools
 import pickle
 import random
+import shutil
 import signal
 import threading
 import warnings
@@ -36,11 +38,14 @@ from tensorferry.safetensors import SafetensorError
 from tensorferry.transfer import pipeline
 from tests.safetensors.files import bytes_of, written
 from tests.support import interrupts, leaks, required
+from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.threads import in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.faultfs import FaultFS
 
 MIB = 1 << 20
 WIDTH = 256
@@ -839,25 +844,41 @@ def test_what_cannot_be_read_ahead_is_told_to_who_needs_it(directory: Path) -> N
 
 
 def test_a_file_that_cannot_be_read_is_told_and_the_next_pass_may_succeed(
-    stored: tuple[Model, Path],
+    stored: tuple[Model, Path], faultfs: FaultFS
 ) -> None:
     whole, directory = stored
-    path = directory / "0.safetensors"
-    content = path.read_bytes()
+    for each in directory.iterdir():  # below the mount, so the mount has no cached pages of it
+        shutil.copy(each, faultfs.backing / each.name)
     model = empty()
-    with stream_weights(model, directory, memory_budget="9MiB"):
+    with stream_weights(model, faultfs.path, memory_budget="9MiB"):
         wanted = whole(tokens())
         assert torch.equal(model(tokens()), wanted)
-        with open(path, "r+b") as file:
-            file.truncate(len(content) // 10)
-        with pytest.raises(OSError, match=r"0\.safetensors"):
+        faultfs.order(Fault("read", error=errno.EIO))
+        with pytest.raises(OSError, match=r"[01]\.safetensors"):
             [model(tokens()) for _ in range(3)]
-        with open(path, "r+b") as file:
-            file.write(content)
+        faultfs.clear()
         with contextlib.suppress(OSError):  # an error of the read-ahead
             model(tokens())
         for _ in range(3):
             assert torch.equal(model(tokens()), wanted)
+
+
+def test_a_file_that_is_changed_in_place_is_refused_by_each_pass(
+    stored: tuple[Model, Path],
+) -> None:
+    """Its weights may be of another version than those that stay in memory."""
+    whole, directory = stored
+    path = directory / "0.safetensors"
+    model = empty()
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        assert torch.equal(model(tokens()), whole(tokens()))
+        path.write_bytes(path.read_bytes())
+        for _ in range(3):
+            with pytest.raises(SafetensorError, match="replaced or changed"):
+                model(tokens())
+    model = empty()
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        assert torch.equal(model(tokens()), whole(tokens()))
 
 
 def test_interrupted_at_any_moment_the_next_pass_is_right(directory: Path) -> None:

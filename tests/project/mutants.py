@@ -1357,9 +1357,9 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
-        "            has_interim_index = self._set_aside(old, one_file=index is None)\n",
-        "            has_interim_index = False\n",
-        "tests/safetensors/test_sharded.py::test_a_failure_at_any_step_leaves_a_whole_model",
+        "            if not is_free and weights and self._are_in_directory():\n",
+        "            if False:\n",
+        "tests/safetensors/test_sharded.py::test_at_every_step_there_is_the_old_model_or_the_new_one",
     ),
     _mutant(
         "what-is-no-tensor-is-left-out",

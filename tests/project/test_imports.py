@@ -31,7 +31,7 @@ LEVELS = (
     ("transfer.calls",),
     ("transfer.replacement",),
     ("transfer.new_file", "transfer.piece_checksums"),
-    ("transfer.pipeline", "transfer.python_files"),
+    ("transfer.pipeline", "transfer.python_files", "transfer.versioned"),
     ("transfer.files",),
     ("transfer.remote",),
     ("transfer.streams", "transfer.memory"),

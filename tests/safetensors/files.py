@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import itertools
 import json
 import os
+import pathlib
+import signal
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import safetensors.torch
 import torch
 
@@ -16,9 +21,10 @@ from tensorferry.safetensors import index
 from tensorferry.safetensors.sharded import INDEX_NAME, SINGLE_NAME
 from tests.support import leaks
 
+_NAME_CHANGES = ("link", "rename", "replace", "unlink")
+
 if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -54,7 +60,7 @@ def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
     """Load a model as transformers does: the file of the standard name if it exists, otherwise by the index."""
     if (directory / SINGLE_NAME).exists():
         return safetensors.torch.load_file(directory / SINGLE_NAME)
-    weights, _ = index.read(directory / INDEX_NAME)
+    weights = index.read(directory / INDEX_NAME)
     found: dict[str, torch.Tensor] = {}
     for name in sorted(set(weights.values())):
         tensors = safetensors.torch.load_file(directory / name)
@@ -89,6 +95,50 @@ def assert_readers_agree(directory: pathlib.Path, state: Mapping[str, torch.Tens
     for found in several:
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@contextlib.contextmanager
+def name_change(step: int, act: Callable[[], object]) -> Iterator[itertools.count[int]]:
+    """Call a function before change number ``step`` of a file's name; yield the count of all changes."""
+    calls = itertools.count()
+
+    def changing(real: Any) -> Any:
+        def changes(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == step:
+                act()
+            return real(*arguments, **options)
+
+        return changes
+
+    # Python 3.10's pathlib has its own references.
+    owners = [os, *filter(None, [getattr(pathlib, "_normal_accessor", None)])]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in itertools.product(owners, _NAME_CHANGES):
+            if real := getattr(owner, name, None):
+                patch.setattr(owner, name, changing(real))
+        yield calls
+
+
+def killed_at(step: int, function: Callable[[], object]) -> bool:
+    """Call a function in a forked child, which is killed before that change of a name; return whether it was."""
+    if (child := os.fork()) == 0:
+        try:
+            with name_change(step, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                function()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def failed_at(step: int, function: Callable[[], object]) -> bool:
+    """Call a function in which that change of a name fails; return whether the function has come to it."""
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with name_change(step, fail) as calls, contextlib.suppress(OSError):
+        function()
+    return next(calls) > step
 
 
 def cached_nbytes(path: pathlib.Path) -> int:

@@ -346,7 +346,7 @@ def test_closed_it_keeps_nothing(directory: Path) -> None:
     save_file({f"t{at}": torch.ones(MIB) for at in range(8)}, path)
     loaded = load_files(path, memory_budget="13MiB")
     next(loaded)
-    parts = [weakref.ref(part) for read in loaded._pipeline.held for part in read.parts]
+    parts = [weakref.ref(part) for read in loaded.pipeline.held for part in read.parts]
     loaded.close()
     gc.collect()
     assert parts

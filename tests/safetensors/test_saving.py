@@ -25,6 +25,7 @@ from tensorferry.checkpoint.tools import verify
 from tensorferry.safetensors import checksums, saving
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
+from tensorferry.transfer import sidecars
 from tests.safetensors import programs
 from tests.safetensors.files import Tied
 from tests.support import child, mounts
@@ -397,14 +398,14 @@ def test_any_name_that_the_file_system_takes_is_taken(
         assert torch.equal(safetensors.torch.load_file(path)["a"], torch.full((1000,), value))
         report = verify(path)
         assert not report.problems
-        if nbytes > 255 - len(checksums.SUFFIX):
+        if nbytes > 255 - len(sidecars.SUFFIX):
             with pytest.raises(FileNotFoundError):
                 checksums.read(path)
             with pytest.raises(OSError, match="too long"):
                 checksums.write(path)
         else:
             checksums.write(path)
-    assert files_of(directory) <= {path.name, path.name + checksums.SUFFIX}
+    assert files_of(directory) <= {path.name, path.name + sidecars.SUFFIX}
 
 
 def test_checksums_whose_name_is_too_long_are_refused_before_a_file_is_read(

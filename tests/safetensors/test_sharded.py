@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -20,28 +21,34 @@ import tensorferry
 from tensorferry.base import processes
 from tensorferry.base.file_locks import lock_directory
 from tensorferry.checkpoint import verify
-from tensorferry.checkpoint.tools import entries
 from tensorferry.safetensors import sharded
 from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
-from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.safetensors.torch import load_file
 from tests.safetensors import programs
-from tests.safetensors.files import Tied, assert_readers_agree, descriptors_of, loaded
+from tests.safetensors.files import (
+    Tied,
+    assert_readers_agree,
+    descriptors_of,
+    failed_at,
+    killed_at,
+    loaded,
+)
 from tests.support import mounts
 from tests.support.faultfs import Fault
 from tests.support.leaks import settled
 from tests.support.ranks import files_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.faultfs import FaultFS
     from tests.support.power_cuts import Cut
 
     State = dict[str, torch.Tensor]
 
 MIB = 1 << 20
-# From one file to several, and so on.
-FILES = [("1GB", "1KB"), ("1KB", "1GB"), ("2KB", "1KB"), ("1GB", "1GB")]
 
 
 def random_state(seed: int, *nbytes: int) -> State:
@@ -53,9 +60,7 @@ def random_state(seed: int, *nbytes: int) -> State:
 
 
 def assert_model(directory: pathlib.Path, state: State) -> None:
-    found = loaded(directory)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert_equal(loaded(directory), state)
 
 
 def names_of(count: int) -> list[str]:
@@ -171,55 +176,59 @@ def test_a_full_disk_leaves_the_old_model(tmp_path: pathlib.Path) -> None:
         assert mounts.free_nbytes(mount) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "steps"),
-    [
-        ("link", ("1KB", "1KB"), 3),
-        ("replace", ("1KB", "1KB"), 5),
-        ("unlink", ("1KB", "1KB"), 12),
-        *((name, sizes, 1) for name in ("replace", "unlink") for sizes in FILES),
+def damage_index(directory: pathlib.Path) -> None:
+    save_sharded(random_state(1, *[900] * 3), directory, "1KB")
+    os.truncate(directory / INDEX_NAME, 10)
+
+
+BEFORE: dict[str, Callable[[pathlib.Path], object]] = {
+    "nothing": lambda _: None,
+    "one file": lambda path: save_sharded(random_state(1, *[900] * 3), path),
+    "several files": lambda path: save_sharded(random_state(1, *[900] * 3), path, "1KB"),
+    "files with a token": lambda path: [
+        save_sharded(random_state(seed, *[900] * 3), path, "1KB") for seed in (0, 1)
     ],
-)
-def test_a_failure_at_any_step_leaves_a_whole_model(
-    directory: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    sizes: tuple[str, str],
-    steps: int,
+    "a damaged index": damage_index,
+}
+
+
+@pytest.mark.parametrize("limit", ["1KB", "1GB"], ids=["to several files", "to one file"])
+@pytest.mark.parametrize("ends", [killed_at, failed_at], ids=["killed", "failed"])
+@pytest.mark.parametrize("before", BEFORE)
+def test_at_every_step_there_is_the_old_model_or_the_new_one(
+    directory: pathlib.Path, before: str, ends: Any, limit: str
 ) -> None:
+    """For transformers' rule and for our readers; and the next save is complete and leaves no file behind."""
     old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
-    real = getattr(os, name)
     for step in itertools.count():
         folder = directory / str(step)
-        save_sharded(old, folder, sizes[0])
-        calls = itertools.count()
-
-        def fails(*arguments: Any, calls: Any = calls, step: int = step, **options: Any) -> Any:
-            if next(calls) == step:
-                raise OSError(errno.EIO, "injected")
-            return real(*arguments, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, fails)
-            if accessor := getattr(pathlib, "_normal_accessor", None):  # Python 3.10's
-                patch.setattr(accessor, name, fails, raising=False)
-            try:
-                save_sharded(new, folder, sizes[1])
-                whole = new
-            except OSError:
-                whole = old
-        found = loaded(folder)
-        # After the new model is complete, only the removal of old files may fail.
-        is_new = torch.equal(found["t0"], new["t0"])
-        assert whole is old or is_new
-        assert_model(folder, new if is_new else old)
-        assert_readers_agree(folder, found)
-        weights = save_sharded(new, folder, sizes[1])
-        assert_model(folder, new)
-        assert files_of(folder) >= set(weights.values())
-        if next(calls) <= step:  # it has not failed
+        folder.mkdir()
+        BEFORE[before](folder)
+        has_ended = ends(step, lambda folder=folder: save_sharded(new, folder, limit))
+        if before in ("nothing", "a damaged index"):
+            with contextlib.suppress(SafetensorError, OSError):
+                assert_equal(load_files(folder), new)
+        else:
+            found = loaded(folder)
+            assert_equal(found, new if torch.equal(found["t0"], new["t0"]) else old)
+            assert_equal(load_files(folder), found)
+        last = random_state(3, *[900] * 2)
+        weights = save_sharded(last, folder, ("1GB", "1KB")[step % 2])
+        assert_model(folder, last)
+        assert_equal(load_files(folder), last)
+        # Without an index, or once the index has been replaced, nothing tells of files with the usual names.
+        lost = 0 if before in ("one file", "files with a token") else 3
+        index = {INDEX_NAME} - ({INDEX_NAME} if "model.safetensors" in weights.values() else set())
+        assert files_of(folder) - {*weights.values(), *index} <= {*names_of(lost)}
+        if not has_ended:
             break
-    assert step >= steps
+    assert step >= 1
+
+
+def assert_equal(found: Any, expected: State) -> None:
+    found = dict(found)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def refuse_to_open(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -233,48 +242,21 @@ def refuse_to_open(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(tensorferry, "open", refuses)
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [("1KB", INDEX_NAME), ("1GB", "model.safetensors")], ids=["index", "file"]
-)
 def test_an_old_model_that_cannot_be_read_now_is_kept(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: str, name: str
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too many files are open, for example: without its names, it would be replaced file by file."""
     old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
-    save_sharded(old, directory, size)
+    save_sharded(old, directory, "1KB")
     files = files_of(directory)
     with monkeypatch.context() as patch:
-        refuse_to_open(patch, name)
+        refuse_to_open(patch, INDEX_NAME)
         with pytest.raises(tensorferry.StorageError, match="Too many open files"):
             save_sharded(new, directory, "1KB")
     assert files_of(directory) == files
     assert_model(directory, old)
     save_sharded(new, directory, "1KB")
     assert_model(directory, new)
-
-
-@pytest.mark.parametrize("readable", [True, False])
-def test_an_interim_index_that_may_not_be_durable_keeps_its_files(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, readable: bool
-) -> None:
-    old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
-    save_sharded(old, directory, "1KB")
-    real = sharded.Model._write_index
-
-    def fails_late(self: Any, text: str) -> None:
-        real(self, text)
-        if not readable:
-            refuse_to_open(monkeypatch, INDEX_NAME)
-        raise OSError(errno.EIO, "injected")
-
-    monkeypatch.setattr(sharded.Model, "_write_index", fails_late)
-    with pytest.raises(OSError, match="injected"):
-        save_sharded(new, directory, "1KB")
-    monkeypatch.undo()
-    assert_model(directory, old)
-    save_sharded(new, directory, "1KB")
-    assert_model(directory, new)
-    assert files_of(directory) == {INDEX_NAME, *names_of(3)}
 
 
 def test_a_save_waits_for_another_ones_names(
@@ -318,31 +300,19 @@ def test_a_model_that_is_dropped_keeps_no_descriptors(directory: pathlib.Path) -
     assert files_of(directory) == set()
 
 
-def test_file_systems_without_links_lose_the_old_model_rather_than_mix(
+def test_without_links_one_file_keeps_its_own_name(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_sharded(random_state(1, 900, 900), directory, "1KB")
-
-    def refuses(*_: Any, **__: Any) -> None:
-        assert (directory / INDEX_NAME).exists()
+    def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EPERM, "no links here")
 
-    def without_model(model: sharded.Model) -> None:
-        place(model)
-        for read in (stored_tensors, entries):
-            with pytest.raises((SafetensorError, OSError)):
-                read(directory)
-        assert not verify(directory).sound
-        placed.append(True)
-
-    placed, place = [], sharded.Model.place
-    monkeypatch.setattr(pathlib.Path, "hardlink_to", refuses)
-    monkeypatch.setattr(sharded.Model, "place", without_model)
-    new = random_state(2, 900, 900)
-    save_sharded(new, directory, "1KB")
-    assert placed == [True]
-    assert_model(directory, new)
-    assert files_of(directory) == {INDEX_NAME, *names_of(2)}
+    save_sharded(random_state(1, 900, 900), directory, "1KB")
+    monkeypatch.setattr(pathlib.Path, "hardlink_to", refuse)
+    state = random_state(2, 900, 900)
+    [name] = set(save_sharded(state, directory).values())
+    assert files_of(directory) == {INDEX_NAME, name}
+    assert_model(directory, state)
+    assert_readers_agree(directory, state)
 
 
 @pytest.mark.parametrize("seed", range(programs.KILLS))
@@ -356,8 +326,9 @@ def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int
     save_sharded(new, directory)
     assert_model(directory, new)
     # A kill during the removal may leave old files that no index names.
-    left = {name for name in files_of(directory) if not name.startswith(".tensorferry-")}
-    assert left <= {"model.safetensors", *names_of(2), *names_of(3)}
+    own = {name for name in files_of(directory) if name.startswith("model-tf")}
+    assert files_of(directory) - own <= {"model.safetensors", INDEX_NAME, *names_of(3)}
+    assert len(own) <= 1
 
 
 @pytest.mark.parametrize("before", ["1MB", "5GB"], ids=["over several files", "over one file"])

@@ -87,6 +87,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     chosen: list[Any] = [draw(parts(length)) for length in lengths]
     if ellipsis is not None:
         chosen.insert(ellipsis, ...)
+        chosen += [...] * draw(st.sampled_from([0, 0, 1, 2]))
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
         chosen.insert(draw(st.integers(0, len(chosen))), None)
     if len(chosen) == 1 and draw(st.booleans()):
@@ -225,10 +226,9 @@ def test_plans_are_bounded_and_cover_each_wanted_byte_once(data: st.DataObject) 
             positions[-1] = sorted(data.draw(st.sets(st.integers(0, length - 1), min_size=1)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(ranges, "TINY_NBYTES", 64)
-        patch.setattr(ranges, "GAP_NBYTES", 256)
         patch.setattr(ranges, "WINDOW_NBYTES", 1024)
-        plan = ranges.read_plan(tuple(positions), shape, itemsize)
+        limits = {"gap_nbytes": 256, "tiny_nbytes": 64}
+        plan = ranges.read_plan(tuple(positions), shape, itemsize, **limits)
         windows = list(plan.windows)
     assert all(a.begin + a.nbytes <= b.begin for a, b in itertools.pairwise(windows))
     if not plan.exact:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry import ShortReadError, StorageError, Table
+from tensorferry.safetensors import SafetensorError
+from tensorferry.safetensors.numpy import save_file
 from tests.support import forks, page_cache
 from tests.support.effort import examples
 from tests.support.engines import one_engine
@@ -44,27 +46,36 @@ numbers = st.one_of(
 
 
 class Place:
-    """A table of random rows in a new file."""
+    """A table of random rows in a new file, or in several safetensors files."""
 
-    def __init__(self, directory: pathlib.Path, rows: int, row_nbytes: int, offset: int) -> None:
+    def __init__(
+        self, directory: pathlib.Path, rows: int, row_nbytes: int, offset: int, count: int
+    ) -> None:
         page_cache.let_go()  # of the file that was there
         generator = np.random.default_rng(rows * row_nbytes + offset)
         self.array = generator.integers(0, 256, (rows, row_nbytes), np.uint8)
         self.offset = offset
-        self.path = directory / "part"
-        with tensorferry.open(self.path, "w") as file:
-            behind = b"behind" * 2000
-            file.write([bytes(offset), self.array, behind])
+        self.paths = [directory / f"part{at}" for at in range(count)]
+        if count == 1:
+            tensorferry.write(self.paths[0], [bytes(offset), self.array, b"behind" * 2000])
+        else:
+            for path, part in zip(self.paths, np.array_split(self.array, count), strict=True):
+                save_file({path.name: part}, path)
 
     def open(self, **options: Any) -> Table:
-        return Table(self.path, self.array.shape, np.uint8, self.offset, **options)
+        if len(self.paths) == 1:
+            return Table(self.paths[0], self.array.shape, np.uint8, self.offset, **options)
+        options.pop("engine", None)
+        names = [path.name for path in self.paths]
+        return Table.from_safetensors(self.paths, names, framework="np", **options)
 
     def make(self, state: str) -> None:
-        """Bring the whole table, nothing, or its first half into the page cache."""
-        page_cache.make_cold(self.path)
-        nbytes = self.path.stat().st_size
-        if state != "cold" and nbytes > 0:
-            page_cache.make_warm(self.path, 0, nbytes if state == "warm" else nbytes // 2)
+        """Bring the whole table, nothing, or the first half of each file into the page cache."""
+        for path in self.paths:
+            page_cache.make_cold(path)
+            nbytes = path.stat().st_size
+            if state != "cold" and nbytes > 0:
+                page_cache.make_warm(path, 0, nbytes if state == "warm" else nbytes // 2)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +85,7 @@ def _let_go() -> Iterator[None]:
 
 
 def small(directory: pathlib.Path, **options: Any) -> Place:
-    return Place(directory, **{"rows": 100, "row_nbytes": 300, "offset": 7} | options)
+    return Place(directory, **{"rows": 100, "row_nbytes": 300, "offset": 7, "count": 1} | options)
 
 
 @settings(max_examples=examples(100))
@@ -84,6 +95,7 @@ def small(directory: pathlib.Path, **options: Any) -> Place:
     offset=st.sampled_from([0, 1, 512, 4000, 8192]),
     chosen=numbers,
     negative=st.booleans(),
+    count=st.sampled_from([1, 1, 3]),
     direct=st.sampled_from(["auto", "auto", True, False]),
     state=st.sampled_from(["cold", "warm", "half"]),
     misalignment=st.sampled_from([0, 64]),
@@ -97,13 +109,14 @@ def test_rows_are_those_that_an_index_chooses(
     offset: int,
     chosen: list[int],
     negative: bool,
+    count: int,
     direct: Any,
     state: str,
     misalignment: int,
     waits: bool,
 ) -> None:
     rows = min(rows, max(1, 2_000_000 // row_nbytes))
-    place = Place(directory, rows, row_nbytes, offset)
+    place = Place(directory, rows, row_nbytes, offset, count)
     ids = np.array(
         [number % rows - rows * (negative and number % 3 == 0) for number in chosen], np.int64
     )
@@ -125,6 +138,7 @@ def test_rows_are_those_that_an_index_chooses(
     row_nbytes=row_sizes,
     chosen=numbers,
     offset=st.sampled_from([0, 1, 4096]),
+    count=st.sampled_from([1, 3]),
     direct=st.sampled_from(["auto", False]),
     sync=st.booleans(),
 )
@@ -134,11 +148,12 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
     row_nbytes: int,
     chosen: list[int],
     offset: int,
+    count: int,
     direct: Any,
     sync: bool,
 ) -> None:
     rows = min(200, max(1, 2_000_000 // row_nbytes))
-    place = Place(directory, rows, row_nbytes, offset)
+    place = Place(directory, rows, row_nbytes, offset, count)
     ids = [number % rows - rows * (number % 2) for number in chosen]
     new = np.random.default_rng(len(ids)).integers(0, 256, (len(ids), row_nbytes), np.uint8)
     with place.open(mode="r+", engine=engine, direct=direct) as table:
@@ -146,10 +161,10 @@ def test_scattered_rows_are_there_and_the_last_one_wins(
         for number, row in zip(ids, new, strict=True):
             place.array[number] = row
         np.testing.assert_array_equal(table.gather(range(rows)), place.array)
-    with tensorferry.open(place.path) as file:
-        around = file.read(np.empty(file.size, np.uint8))
-    assert not around[:offset].any()
-    assert around[offset + place.array.nbytes :].tobytes() == b"behind" * 2000
+    if count == 1:
+        around = place.paths[0].read_bytes()
+        assert not any(around[:offset])
+        assert around[offset + place.array.nbytes :] == b"behind" * 2000
 
 
 def test_a_mask_of_ids_is_not_ignored(directory: pathlib.Path) -> None:
@@ -314,20 +329,6 @@ def test_rows_of_a_sharded_model_follow_each_other(
         Table.from_safetensors(model, "part3")
 
 
-def test_failures_of_several_files_are_all_told(default_engine: str, faultfs: FaultFS) -> None:
-    safetensors = pytest.importorskip("tensorferry.safetensors.torch")
-    paths = [faultfs.path / f"{name}.safetensors" for name in "ab"]
-    for path in paths:
-        safetensors.save_file({path.stem: torch.ones(50, 3)}, path)
-    with Table.from_safetensors(paths, ["a", "b"]) as table:
-        faultfs.order(Fault("read", error=errno.EIO))
-        for call in (table.gather, lambda ids: table.gather_async(ids).result()):
-            with pytest.raises(StorageError, match="1 more of this call failed too") as caught:
-                call([3, 60])
-            failed = [caught.value, *caught.value.others]
-            assert [error.filename for error in failed] == [str(path) for path in paths]
-
-
 async def _awaited(table: Table, ids: Any) -> Any:
     async with table:
         return await table.gather_async(ids)
@@ -374,7 +375,7 @@ def test_a_file_that_became_shorter_is_told(
 ) -> None:
     place = small(directory)
     with place.open(engine=engine) as table:
-        os.truncate(place.path, 7 + 50 * 300)
+        os.truncate(place.paths[0], 7 + 50 * 300)
         place.make(state)
         np.testing.assert_array_equal(table.gather([49, 3]), place.array[[49, 3]])
         with pytest.raises(ShortReadError):
@@ -383,8 +384,46 @@ def test_a_file_that_became_shorter_is_told(
             table.gather([3, 99])
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_a_file_has_lost_are_never_zeros(directory: pathlib.Path, count: int) -> None:
+    """A write behind the new end would make zeros of them."""
+    place = small(directory, count=count)
+    with place.open(mode="r+") as table:
+        os.truncate(
+            place.paths[-1], place.paths[-1].stat().st_size - 300 * 20 - 12000 * (count == 1)
+        )
+        for rows in ([99], [0], [99, 0]):
+            with pytest.raises(StorageError, match=r"but .* has"):
+                table.scatter(rows, place.array[rows])
+        np.testing.assert_array_equal(table.gather([3, 50]), place.array[[3, 50]])
+        with pytest.raises(ShortReadError):
+            table.gather([97])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_a_file_that_was_saved_again_in_place_are_refused(
+    directory: pathlib.Path, count: int
+) -> None:
+    """They may be at other offsets now."""
+    weight = np.arange(120, dtype=np.float32).reshape(30, 4)
+    paths = [directory / f"{at}.safetensors" for at in range(count)]
+    for at, (path, part) in enumerate(zip(paths, np.array_split(weight, count), strict=True)):
+        save_file({f"w{at}": part}, path)
+    with Table.from_safetensors(paths, [f"w{at}" for at in range(count)], framework="np") as table:
+        np.testing.assert_array_equal(table.gather([29, 3]), weight[[29, 3]])
+        paths[-1].write_bytes(paths[-1].read_bytes())
+        for gather in (table.gather, lambda rows: table.gather_async(rows).result()):
+            with pytest.raises(SafetensorError, match="replaced or changed"):
+                gather([29, 3])
+
+
+def test_several_paths_are_refused_with_what_to_do_instead(directory: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match=r"path: expected one path, got a list \(remedy"):
+        Table([directory / "a", directory / "b"], (1, 1), np.uint8)  # type: ignore[arg-type]
+
+
 def test_pages_that_hold_nothing_wanted_are_not_read(engine: str, directory: pathlib.Path) -> None:
-    place = Place(directory, rows=2000, row_nbytes=3000, offset=0)
+    place = Place(directory, rows=2000, row_nbytes=3000, offset=0, count=1)
     place.make("cold")
     ids = np.random.default_rng(1).integers(0, 2000, 300)
     pages = {
@@ -406,11 +445,13 @@ def test_pages_that_hold_nothing_wanted_are_not_read(engine: str, directory: pat
 def test_rows_that_have_left_the_page_cache_are_read_all_the_same(
     engine: str, directory: pathlib.Path, gone: set[int], row_nbytes: int
 ) -> None:
-    place = Place(directory, rows=1000 * 8192 // row_nbytes, row_nbytes=row_nbytes, offset=0)
+    place = Place(
+        directory, rows=1000 * 8192 // row_nbytes, row_nbytes=row_nbytes, offset=0, count=1
+    )
     place.make("warm")
     ids = np.arange(1000) * 8192 // row_nbytes
     for number in gone:  # most of these rows are not checked when the cache is queried
-        page_cache.make_cold(place.path, int(ids[number]) * row_nbytes // 4096 * 4096, 4096)
+        page_cache.make_cold(place.paths[0], int(ids[number]) * row_nbytes // 4096 * 4096, 4096)
     with place.open(engine=engine) as table:
         np.testing.assert_array_equal(table.gather(ids), place.array[ids])
 
@@ -431,7 +472,7 @@ def test_a_closed_table_refuses_and_says_so(engine: str, directory: pathlib.Path
     place = small(directory)
     table = place.open(engine=engine)
     future = table.gather_async([1])
-    assert f"[100, 300] uint8 of {str(place.path)!r}" in repr(table)
+    assert f"[100, 300] uint8 of {str(place.paths[0])!r}" in repr(table)
     assert len(table) == 100
     table.close()
     table.close()

@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
 # Runs with fewer than TINY_NBYTES bytes, and on average fewer than GAP_NBYTES between them, are read together in one
-# window. A drive transfers about GAP_NBYTES in the time that one more read takes.
+# window, if the caller does not set other limits. A drive transfers about GAP_NBYTES in the time that one more read
+# takes.
 TINY_NBYTES = 16 << 10
 GAP_NBYTES = 8 << 10
-# In place of GAP_NBYTES for a result in GPU memory. It is larger, because each window is a separate copy to the GPU.
-GPU_GAP_NBYTES = 64 << 10
 # The maximum size of a window that also has bytes which are not selected.
 WINDOW_NBYTES = 8 << 20
 
@@ -253,12 +252,15 @@ class ReadPlan(NamedTuple):
         only one position of each.
     exact : bool
         Whether only selected bytes are read: the bytes of the windows, one after the other, are then the result.
+    window_nbytes : int
+        The size of each window if they are exact, and otherwise of the largest one.
     windows : iterable of Window
         The windows in ascending order; they do not overlap.
     """
 
     split: int
     exact: bool
+    window_nbytes: int
     windows: Iterator[Window]
 
 
@@ -267,19 +269,22 @@ def read_plan(
     shape: tuple[int, ...],
     itemsize: int,
     *,
-    on_host: bool = True,
+    gap_nbytes: int = GAP_NBYTES,
+    tiny_nbytes: int = TINY_NBYTES,
 ) -> ReadPlan:
-    """Return which bytes of a tensor a selection needs; every dimension must have at least one position."""
+    """Return which bytes of a tensor a selection needs; every dimension must have at least one position.
+
+    Runs with fewer than ``tiny_nbytes`` bytes, and fewer than ``gap_nbytes`` between them on average, are read at once.
+    """
     strides = strides_of(shape, itemsize)
     leading, begin, unit = runs(positions, shape, itemsize)
-    gap_nbytes = GAP_NBYTES if on_host else GPU_GAP_NBYTES
     merged = (dim for dim in range(leading, len(shape)) if len(positions[dim]) > 1)
     split, exact = next(merged, len(shape)), True
     while leading > 0:
         chosen, stride = positions[leading - 1], strides[leading - 1]
         count, span = len(chosen), chosen[-1] - chosen[0]
         if count > 1:
-            if unit >= TINY_NBYTES or span * stride // (count - 1) - unit >= gap_nbytes:
+            if unit >= tiny_nbytes or span * stride // (count - 1) - unit >= gap_nbytes:
                 break
             exact = False
             unit += span * stride
@@ -289,7 +294,7 @@ def read_plan(
         each[0] * stride for each, stride in zip(positions[:leading], strides, strict=False)
     )
     windows = _windows(positions, strides, leading, split, begin, unit, exact)
-    return ReadPlan(split, exact, windows)
+    return ReadPlan(split, exact, unit if exact else min(unit, WINDOW_NBYTES), windows)
 
 
 def _windows(
@@ -328,24 +333,6 @@ def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int,
             span = chosen[at - 1] - chosen[first]
             yield (chosen[first] - chosen[0]) * stride, first, at, span * stride + inner
             first = at
-
-
-def segments_of(windows: Sequence[Window], data: Any) -> tuple[list[Any], int]:
-    """Return the segments and the offset of one transfer that reads windows into ``data``, one after the other.
-
-    A segment is a part of ``data`` that a window fills, or the number of bytes to skip between two windows. The offset
-    is counted from the tensor's first byte.
-    """
-    begin = at = windows[0].begin
-    segments: list[Any] = []
-    filled = 0
-    for window in windows:
-        if window.begin > at:
-            segments.append(window.begin - at)
-        segments.append(data[filled : filled + window.nbytes])
-        filled += window.nbytes
-        at = window.begin + window.nbytes
-    return segments, begin
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

@@ -13,26 +13,25 @@ import errno
 import json
 import os
 import pathlib
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
 from tensorferry.base.checks import Path, checked_path
-from tensorferry.errors import StorageError
-from tensorferry.safetensors import header, sidecar
+from tensorferry.errors import ChecksumError, StorageError
+from tensorferry.safetensors import header, index
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.transfer.piece_checksums import piece_crcs
 from tensorferry.transfer.remote import Version, as_path, checked_text, text_of
 from tensorferry.transfer.replacement import Replacement
+from tensorferry.transfer.sidecars import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensorferry.transfer.files import File
-
-SUFFIX = ".crc32"
 
 CHUNK_NBYTES = 256 << 10
 """The default chunk size. Verifying a range reads less than one extra chunk at each end of it."""
@@ -68,6 +67,16 @@ class FileChecksums(NamedTuple):
     nbytes: int
     header_nbytes: int
     header_crc32: int
+
+    def check_header(self, data: bytes, path: str) -> None:
+        """Raise ChecksumError if the bytes of a header, with its length field, are not those of the checksums."""
+        if (len(data), crc32(data)) != (self.header_nbytes, self.header_crc32):
+            reason = (
+                "the header is damaged, or the file was replaced after its checksums were written"
+            )
+            error = ChecksumError(None, f"Checksum mismatch ({reason})", path)
+            error.nbytes = len(data)
+            raise error
 
     def covering(self, begin: int, end: int) -> tuple[int, int, list[int]]:
         """Return the start and end of the chunks that contain a range of the file, and the CRC-32s of these chunks."""
@@ -205,12 +214,12 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
     most = _OTHER_NBYTES + _CRC_DIGITS * -(-file_nbytes // MIN_CHUNK_NBYTES)
     try:
         # The suffix can make the name too long. A file with such a long name cannot have checksums.
-        data = sidecar.read(kept, most)
+        content = index.json_in(kept, most, "this is not a file of checksums")
     except StorageError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), kept) from None
-    sums = _parse(data, kept)
+    sums = _parse(content, kept)
     if sums.nbytes != file_nbytes:
         raise SafetensorError(
             f"the file has {file_nbytes} bytes, and its checksums are for {sums.nbytes}: it was cut short or replaced",
@@ -250,8 +259,7 @@ def _crc_of_fields(content: dict[str, object]) -> str:
 _FIELDS = ("version", "nbytes", "header_nbytes", "header_crc32", "chunk_nbytes", "chunks_crc32")
 
 
-def _parse(data: bytes, path: str) -> FileChecksums:
-    content = sidecar.json_of(data, path, "this is not a file of checksums")
+def _parse(content: Any, path: str) -> FileChecksums:
     if not isinstance(content, dict) or not {*_FIELDS, "crc32"} <= content.keys():
         raise SafetensorError("this is not a file of checksums", path)
     version = content["version"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.safetensors.errors import SafetensorError
@@ -72,6 +73,7 @@ NAMES = {
 they have the same names as torch's."""
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype for a dtype of the format.
 
@@ -143,6 +145,7 @@ def of_library(dtype: Any) -> str:
     return name
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return NumPy's little-endian dtype for a dtype of the format.
 

@@ -79,6 +79,14 @@ class Framework:
         """Return bytes as integers of ``itemsize`` bytes, for indexing: some other dtypes do not support all of it."""
         return data.view(self._integers[itemsize]).reshape(shape)
 
+    def owner_of(self, array: Any) -> Any:
+        """Return the object that exists as long as the memory of an array does, and supports weak references."""
+        raise NotImplementedError
+
+    def memory_of(self, owner: Any) -> Any:
+        """Return the memory of an object of :meth:`owner_of` as bytes, or None for None."""
+        raise NotImplementedError
+
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
@@ -130,6 +138,14 @@ class _Torch(Framework):
     def shape(self, tensor: Tensor, path: str) -> tuple[int, ...]:
         return torch_shape(tensor.dtype, super().shape(tensor, path), path, tensor.name)
 
+    def owner_of(self, array: Any) -> Any:
+        return array.untyped_storage()
+
+    def memory_of(self, owner: Any) -> Any:
+        if owner is None:
+            return None
+        return self._torch.empty(0, dtype=self._torch.uint8, device=owner.device).set_(owner)
+
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> Any:
@@ -161,6 +177,15 @@ class _NumPy(Framework):
 
     def dtype(self, name: str) -> Any:
         return numpy_dtype(name)
+
+    def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
+        return data.view(self._integers.get(itemsize, f"V{itemsize}")).reshape(shape)
+
+    def owner_of(self, array: Any) -> Any:
+        return array.base  # the bytes of which it is a view
+
+    def memory_of(self, owner: Any) -> Any:
+        return owner
 
     def strided(
         self, data: Any, shape: tuple[int, ...], strides: tuple[int, ...], first: int

@@ -12,7 +12,6 @@ Comments mark the oddities of the reference that no writer uses.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import operator
@@ -26,7 +25,7 @@ from tensorferry.safetensors.parsing import LENGTH_NBYTES, WORD, Parser
 from tensorferry.safetensors.parsing import METADATA as METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from tensorferry.safetensors.parsing import Found
     from tensorferry.transfer.files import File
@@ -36,7 +35,6 @@ MAX_NBYTES = 100_000_000
 
 _FIRST_READ_NBYTES = 64 << 10
 _FEW_DIMENSIONS = 8
-_MAX_CACHED, _MAX_CACHED_NBYTES = 8, 4 << 20
 
 
 class Tensor(NamedTuple):  # its constructor is three times as fast as a frozen dataclass's
@@ -91,10 +89,11 @@ def begins(data: bytes) -> bool:
     return data[8:9] == b"{" and 2 <= int.from_bytes(data[:8], "little") <= MAX_NBYTES
 
 
-def read(file: File) -> Header:
+def read(file: File, check: Callable[[bytes, str], None] | None = None) -> Header:
     """Read and validate the header of an open file.
 
     At most 100 MB are read. The length in the file is checked against the file's size before memory is allocated.
+    ``check`` is called with the bytes of the header and the path, before the header is parsed.
 
     Raises
     ------
@@ -113,8 +112,9 @@ def read(file: File) -> Header:
     except ShortReadError:
         raise SafetensorError("the file was cut short while its header was read", path) from None
     data = begin[:nbytes]
-    is_small = len(data) <= _MAX_CACHED_NBYTES
-    header = (_parse_cached if is_small else parse)(data, file_nbytes, path)
+    if check is not None:
+        check(data, path)
+    header = parse(data, file_nbytes, path)
     if file.size != file_nbytes:
         raise SafetensorError(
             f"the file had {file_nbytes} bytes, and has {file.size} after its header was read", path
@@ -183,11 +183,6 @@ def parse(data: bytes, file_nbytes: int, path: str) -> Header:
         ) from None
     metadata, found = Parser(text, path).run()
     return Header(metadata, _check_offsets(found, nbytes, file_nbytes, path), nbytes, file_nbytes)
-
-
-# Some libraries (accelerate) open a file again for each tensor. A cache is safe: the result depends only on the
-# arguments, which include all bytes of the header, and callers do not change it.
-_parse_cached = functools.lru_cache(_MAX_CACHED)(parse)
 
 
 def build(

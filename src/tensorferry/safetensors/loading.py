@@ -1,18 +1,21 @@
-"""Loading bytes of an open file into memory, where each range is either mapped or read.
+"""An open safetensors file, and its tensors in memory that is mapped or read.
 
-Ranges that the page cache holds, completely or in part, are mapped copy-on-write, which copies nothing. All other
-ranges are read with direct I/O into memory on huge pages, by one pipelined transfer. Both kinds are parts of one range
-of addresses, the image, so a tensor can span them. Each tensor owns its pages of the image: they are freed with its
-last reference, independently of the other tensors.
+A map copies nothing: its pages are those of the page cache, copy-on-write. Whatever is not in the page cache is read
+faster with direct I/O, into memory on huge pages. For single tensors and slices, one of both is chosen for the whole
+file, by how much of it the page cache holds. A load of all tensors at once uses both: the cached ranges of the file are
+mapped, and the others are read by one pipelined transfer, into one range of addresses, the image. Each tensor owns its
+pages of the image: they are freed with its last reference, independently of the other tensors.
 
 A mapped page shows the file's content until the process writes to that page. A program that modifies the file in place
-therefore changes tensors, and access to a tensor beyond the end of a truncated file raises SIGBUS. The size is checked
-when a map is made. A file that is replaced, where a new file is renamed over it, keeps its old content in the map.
+therefore changes tensors, and access to a tensor beyond the end of a truncated file raises SIGBUS. The version of the
+file is compared whenever mapped memory is given out. A file that is replaced, where a new file is renamed over it,
+keeps its old content in the map.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import operator
@@ -25,14 +28,15 @@ from tensorferry import _core
 from tensorferry.base.checks import is_pair, one_of
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
-from tensorferry.safetensors import header
+from tensorferry.safetensors import header, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of
-from tensorferry.transfer.pipeline import Read
+from tensorferry.safetensors.sources import Stored
 from tensorferry.transfer.remote import text_of
+from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
 
     from tensorferry.safetensors.frameworks import Framework
 
@@ -45,11 +49,12 @@ _MAX_RUNS = 256
 # Direct I/O would instead read the whole run, with the bytes that the cache already has, into new memory. The value
 # comes from measurements with partly cached files.
 _MAPPED_SHARE = 0.1
+# The same for a file of which single tensors and slices are requested: at about a third the kernel's page faults are as
+# fast as direct reads, which copy what the cache holds.
+_MAPPED_FILE_SHARE = 0.5
 # One POSIX_FADV_WILLNEED call reads at most the device's read-ahead or its optimal I/O size, whichever is larger. So
 # the advice is given in small pieces.
 _ADVICE_NBYTES = 256 << 10
-# Smaller ranges are read into the framework's own memory instead of an image of whole pages.
-_SMALL_NBYTES = 128 << 10
 
 
 class SourceFile(Owned):
@@ -60,7 +65,7 @@ class SourceFile(Owned):
 
     def __init__(self, path: str, direct: str) -> None:
         try:
-            self._file = tensorferry.open(path)
+            self._file = VersionedFile(path, changed=sources.changed)
         except StorageError as error:
             if error.errno == EISDIR:
                 error.strerror = (
@@ -75,10 +80,9 @@ class SourceFile(Owned):
         self.direct = direct
         self.header = header.read(self._file)
         self._set_owner()
-        self._map: Any = None  # the mapping of the whole file, made when it is first needed
 
     @property
-    def file(self) -> tensorferry.File:
+    def file(self) -> VersionedFile:
         """The file. A forked child gets its own, because the parent's worker threads do not exist in the child."""
         if self.is_parents:
             # This reopens the same file through its descriptor, even if the name now refers to another file. Two
@@ -88,24 +92,22 @@ class SourceFile(Owned):
             self._set_owner()
         return self._file
 
-    def tensor(self, name: str) -> header.Tensor:
-        """Return the header's entry for a tensor."""
+    def stored(self, name: str) -> Stored:
+        """Return a tensor of the file."""
         found = self.header.tensors.get(name)
         if found is None:
-            raise SafetensorError(f"File does not contain tensor {name}", self.path)
-        return found
+            hint = sources.alias_hint(name, self.header.metadata, self.header.tensors)
+            raise SafetensorError(f"File does not contain tensor {name}{hint}", self.path)
+        return Stored(self.path, self.header.file_nbytes, found, self._file.version)
 
-    def is_mapped(self, begin: int, end: int) -> bool:
-        """Return whether a range should be mapped as a whole, because the page cache holds all of it."""
-        return self._cached_share(begin, end - begin) == 1
+    @functools.cached_property
+    def is_mapped(self) -> bool:
+        """Whether single tensors and slices are views of a map. It is decided once, so all calls do the same."""
+        return self._cached_share(0, self.header.file_nbytes) >= _MAPPED_FILE_SHARE
 
-    def map(self, begin: int, end: int) -> Any:
-        """Return bytes of the file from a mapping of the whole file, which all calls share."""
-        if self._map is None:
-            self._check_size()
-            nbytes = self.header.file_nbytes
-            self._map = _core.map_pieces([self.file._open_file()], [0], [nbytes])
-        return self._map.bytes(begin, end - begin)
+    def map(self) -> Any:
+        """Return a new mapping of the whole file."""
+        return _core.map_pieces([self.file._open_file()], [0], [self.header.file_nbytes])
 
     def image(self, begin: int, end: int) -> Image:
         """Begin to load a range of the file, part mapped and part read."""
@@ -115,9 +117,8 @@ class SourceFile(Owned):
         core = file._open_file()
         sizes = [nbytes for nbytes, _ in runs]
         offsets = list(itertools.accumulate(sizes[:-1], initial=first))
-        if any(mapped for _, mapped in runs):
-            self._check_size()
         mapping = _core.map_pieces([core if mapped else None for _, mapped in runs], offsets, sizes)
+        file.check()
         future = None
         if not all(mapped for _, mapped in runs):
             memory = memoryview(mapping.bytes(0, end - first))
@@ -180,13 +181,6 @@ class SourceFile(Owned):
         cached, total = found
         return min(cached / total, 1.0) if total else 1.0
 
-    def _check_size(self) -> None:
-        nbytes, expected = self.file.size, self.header.file_nbytes
-        if nbytes < expected:
-            raise SafetensorError(
-                f"the file had {expected} bytes when it was opened, and has {nbytes} now", self.path
-            )
-
 
 class Image(NamedTuple):
     """A range of a file in memory. It is complete once the future is done."""
@@ -195,104 +189,31 @@ class Image(NamedTuple):
     begin: int  # the offset in the file
     future: tensorferry.Future[Any] | None  # None if the whole range is mapped
 
-    def bytes(self, begin: int, end: int, *, alone: bool = False) -> Any:
-        """Return bytes of the file. With ``alone``, the result owns its pages, and its last reference frees them."""
-        return self.mapping.bytes(begin - self.begin, end - begin, alone)
+    def bytes(self, begin: int, end: int) -> Any:
+        """Return bytes of the file. The result owns its pages, and its last reference frees them."""
+        return self.mapping.bytes(begin - self.begin, end - begin, True)
 
 
-class PendingLoad(NamedTuple):
-    """A load in progress: its transfer, or None if it needs none, and a function for the result after the transfer."""
-
-    future: tensorferry.Future[Any] | None
-    finish: Callable[[], Any]
-
-    def result(self) -> Any:
-        """Wait for the load, and return its result. If the wait is interrupted, cancel the transfer."""
-        if self.future is not None:
-            try:
-                self.future.result()
-            except BaseException:
-                self.future.cancel()
-                raise
-        return self.finish()
-
-
-class LoadRead(Read):
-    """A read of a pipeline (``transfer.pipeline``) that consists of one load, which ``begin`` begins."""
-
-    load: PendingLoad | None = None
-
-    def __init__(self, nbytes: int, begin: Callable[[], PendingLoad]) -> None:
-        self.nbytes = nbytes
-        self._begin = begin
-
-    def begin(self) -> None:
-        """Begin the load."""
-        self.load = self._begin()
-        self.futures = () if self.load.future is None else (self.load.future,)
-
-
-def begin_load(
-    source: SourceFile, tensors: Iterable[header.Tensor], framework: Framework
-) -> PendingLoad:
-    """Begin to load several complete tensors, given in the order of their offsets, as a dict of arrays by name.
-
-    Call ``result()`` once only: its arrays become the only owners of the tensors' memory.
-    """
-    shapes = {tensor: framework.shape(tensor, source.path) for tensor in tensors}
+def load_all(source: SourceFile, framework: Framework) -> dict[str, Any]:
+    """Load all tensors of a file into host memory, in the order of their offsets."""
+    tensors = source.header.tensors
+    shapes = [framework.shape(tensor, source.path) for tensor in tensors.values()]
     image: Image | None = None
-    future = None
-    memories: dict[str, Any] = {}  # the tensors' device memory, where no image is used
-    if non_empty := [tensor for tensor in shapes if tensor.nbytes > 0]:
-        begin = at = non_empty[0].begin
-        if framework.on_host:
-            image = source.image(begin, non_empty[-1].end)
-            future = image.future
-        else:
-            segments: list[Any] = []
-            for tensor in non_empty:
-                memories[tensor.name] = framework.empty(tensor.nbytes)
-                segments += [*gap(tensor.begin - at), memories[tensor.name]]
-                at = tensor.end
-            future = source.file.read_into(segments, begin)
-
-    def array(tensor: header.Tensor, shape: tuple[int, ...]) -> Any:
-        if tensor.nbytes == 0:
-            data = framework.empty(0)
-        elif image is None:
-            data = memories.pop(tensor.name)
-        else:
-            memory = image.bytes(tensor.begin, tensor.end, alone=True)
-            data = aligned(framework.wrap(memory), tensor, framework)
-        return framework.as_array(data, tensor.dtype, shape)
-
-    return PendingLoad(
-        future, lambda: {tensor.name: array(tensor, shape) for tensor, shape in shapes.items()}
-    )
-
-
-def gap(nbytes: int) -> list[int]:
-    """Return the segments of a transfer for a gap, which may be empty."""
-    return [nbytes] if nbytes else []
-
-
-def begin_bytes(
-    source: SourceFile, tensor: header.Tensor, begin: int, end: int, framework: Framework
-) -> PendingLoad:
-    """Begin to load bytes of a tensor. Map them if the page cache holds all of them."""
-    nbytes = end - begin
-    if framework.on_host and nbytes > 0 and source.is_mapped(begin, end):
-        mapped = aligned(framework.wrap(source.map(begin, end)), tensor, framework)
-        return PendingLoad(None, lambda: mapped)
-    if framework.on_host and nbytes >= _SMALL_NBYTES:
-        image = source.image(begin, end)
-        return PendingLoad(
-            image.future,
-            lambda: aligned(framework.wrap(image.bytes(begin, end)), tensor, framework),
-        )
-    data = framework.empty(nbytes)
-    future = source.file.read_into(data, begin) if nbytes > 0 else None
-    return PendingLoad(future, lambda: data)
+    if (end := source.header.file_nbytes) > source.header.nbytes:
+        image = source.image(source.header.nbytes, end)
+        if image.future is not None:
+            try:
+                image.future.result()
+            except BaseException:
+                image.future.cancel()
+                raise
+    arrays = {}
+    for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
+        data = framework.empty(0)
+        if image is not None and tensor.nbytes > 0:
+            data = aligned(framework.wrap(image.bytes(tensor.begin, tensor.end)), tensor, framework)
+        arrays[name] = framework.as_array(data, tensor.dtype, shape)
+    return arrays
 
 
 def aligned(data: Any, tensor: header.Tensor, framework: Framework) -> Any:

@@ -1,10 +1,10 @@
 """Shared loads: each rank of a node reads a part of the tensors, and the ranks exchange the parts.
 
-Before the first read, the ranks compare their requests and the headers that they have found. They then have the same
-groups of tensors, in the same order. Each rank reads its share of every group directly into the tensors. When the
-callers request a tensor of a group, the ranks agree that no read of it failed, and exchange their shares, while later
-groups are being read. A failure on one rank therefore ends the load on all ranks, and no rank returns a tensor of a
-group before all shares of the group have been read.
+Before anything is read, the ranks compare their requests and the headers that they have found. They then have the same
+reads, in the same order. Each rank reads its share of every read directly into the tensors. When the callers request a
+tensor of a read, the ranks agree that no share of it failed, and exchange their shares, while later reads are in
+progress. A failure on one rank therefore ends the load on all ranks, and no rank returns a tensor before all shares of
+its read have arrived.
 
 This module imports torch.distributed, so only loads with ``broadcast=`` import it.
 """
@@ -33,9 +33,10 @@ from tensorferry.base.ranks import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tensorferry.safetensors.plans import Group, LoadPlan, PlannedTensor
+    from tensorferry.safetensors.parts import PartsRead, TensorPart
+    from tensorferry.safetensors.plans import LoadPlan
 
-# The smallest share. If a group is too small for two of them, one rank reads it alone.
+# The smallest share. If a read is too small for two of them, one rank reads it alone.
 _MIN_PART_NBYTES = 256 << 10
 
 
@@ -64,7 +65,7 @@ class _Announcement(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a group's memory that a rank reads: a range of the concatenated memory of all its parts."""
+    """The part of a read that one rank does: a range of the concatenated memory of all its pieces."""
 
     rank: int
     begin: int
@@ -131,7 +132,7 @@ class Sharers(Owned):
     Attributes
     ----------
     steps : int
-        The number of groups that the ranks have not exchanged yet.
+        The number of reads that the ranks have not exchanged yet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, members: list[int], where: Any) -> None:
@@ -139,12 +140,12 @@ class Sharers(Owned):
         self.steps = 0
         self._relay = Relay(group, torch.device(where))
         self._members = members
-        # True while step() exchanges a group, and permanently once an exchange was interrupted. It is then unknown
+        # True while step() exchanges a read, and permanently once an exchange was interrupted. It is then unknown
         # which messages this rank has sent, so the other ranks could not match further messages with theirs.
         self._is_exchanging = False
 
     def divide(self, pieces: list[tuple[int, Any]], alignment: int) -> list[Share]:
-        """Divide a group among the ranks. ``pieces`` are its memory, each piece with its offset in the file."""
+        """Divide a read among the ranks. ``pieces`` are its memory, each piece with its offset in the file."""
         total = sum(len(memory) for _, memory in pieces)
         count = max(1, min(len(self._members), total // _MIN_PART_NBYTES))
         begins = cuts(pieces, count, alignment)
@@ -167,10 +168,10 @@ class Sharers(Owned):
                 at += len(memory)
         return found
 
-    def step(self, oldest: Callable[[], Group | None]) -> Group | None:
-        """Return the oldest group, once all ranks have read and exchanged their shares of it.
+    def step(self, oldest: Callable[[], PartsRead | None]) -> PartsRead | None:
+        """Return the oldest read, once all ranks have read and exchanged their shares of it.
 
-        ``oldest`` is a function that waits for this rank's share and returns the group.
+        ``oldest`` is a function that waits for this rank's share and returns the read.
 
         Raises
         ------
@@ -181,26 +182,27 @@ class Sharers(Owned):
             raise RuntimeError(
                 "this load was interrupted while ranks exchanged their data (remedy: begin it again on all ranks)"
             )
-        group, failure = None, None
+        read, failure = None, None
         try:
-            group = oldest()
+            read = oldest()
         except Exception as error:
             if not self.steps:
                 raise
             failure = error
-        if failure is None and (group is None or group.is_handed_on):
-            return group
+        if failure is None and (read is None or read.is_handed_on):
+            return read
         self._is_exchanging = True
         self._relay.agree(failure)
-        assert group is not None
-        self._hand_on(group)
-        group.is_handed_on = True
+        assert read is not None
+        self._hand_on(read)
+        read.finish()
+        read.is_handed_on = True
         self.steps -= 1
         self._is_exchanging = False
-        return group
+        return read
 
     def leave(self) -> None:
-        """Tell the other ranks that this one stops, if they have groups left for which they would wait for it."""
+        """Tell the other ranks that this one stops, if they have reads left for which they would wait for it."""
         if self.steps and not self._is_exchanging and not self.is_parents and dist.is_initialized():
             self._is_exchanging = True
             self._relay.leave()
@@ -210,13 +212,13 @@ class Sharers(Owned):
         with contextlib.suppress(Exception):
             self.leave()
 
-    def _hand_on(self, group: Group) -> None:
-        """Send this rank's share of a group to the other ranks of the node, and receive theirs."""
-        memories = [torch.as_tensor(part.memory) for part in group.parts if part.nbytes]
+    def _hand_on(self, read: PartsRead) -> None:
+        """Send this rank's share of a read to the other ranks of the node, and receive theirs."""
+        memories = [torch.as_tensor(memory) for _, memory in read.pieces]
         if not memories:
             return
         memory = memories[0] if len(memories) == 1 else torch.cat(memories)
-        parts = {share.rank: memory[share.begin : share.end] for share in group.shares}
+        parts = {share.rank: memory[share.begin : share.end] for share in read.shares}
         # A rank without a share has nothing to send: its slice is empty.
         own = parts.pop(self._relay.rank, memory[:0])
         for work in self._relay.exchange(own, self._members, parts.items()):
@@ -273,16 +275,16 @@ def _digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _describe(part: PlannedTensor) -> str:
+def _describe(part: TensorPart) -> str:
     """Describe a requested tensor. Equal texts mean the same bytes of files with the same name."""
-    name, dtype, *_ = part.stored.tensor
+    name, dtype, _, begin, _ = part.stored.tensor
     file_name = pathlib.Path(part.stored.path).name
-    text = f"{list(part.shape)} of {name!r} ({dtype}) from byte {part.begin} of {file_name!r} on"
-    if not part.outer_offsets and part.row_slice is None and part.basic == (...,):
+    text = f"{list(part.shape)} of {name!r} ({dtype}) from byte {begin} of {file_name!r} on"
+    if part.selection is None:
         return text
-    # Positions of a slice are evenly spaced, so their number, the first and the last identify them.
-    rows = [(len(each), *each[:1], *each[-1:]) for each in part.outer_offsets]
-    return f"{text}, {part.row_nbytes} bytes each {rows} {part.row_slice} {part.basic}"
+    # Positions of a slice are evenly spaced, so the first and the last identify them.
+    ends = [(*each[:1], *each[-1:]) for each in part.selection.positions]
+    return f"{text}, positions {ends} {part.selection.basic}"
 
 
 def _check_options(announcements: list[_Announcement]) -> None:

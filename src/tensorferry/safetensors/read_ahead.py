@@ -1,149 +1,159 @@
-"""Read-ahead for callers that request tensors one by one in the order of the file, as most libraries do.
+"""The tensors of one open file, one at a time: mapped, read ahead for callers that request them in order, or read.
 
-Read-ahead begins with the second of two consecutive tensors, and only if that tensor is read: mapped tensors are
-available at once. When a request is out of order, the tensors that were read ahead are dropped. Read-ahead begins again
-when the next two requests are in order.
+Most libraries request tensors one by one in the order of the file. Read-ahead begins with the second of two consecutive
+tensors. When a request is out of order, the tensors that were read ahead are dropped. Read-ahead begins again when the
+next two requests are in order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.processes import Owned
-from tensorferry.safetensors.loading import LoadRead, PendingLoad, SourceFile, begin_bytes
-from tensorferry.transfer.pipeline import Pipeline
-from tensorferry.transfer.remote import Version
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.loading import SourceFile, aligned
+from tensorferry.safetensors.parts import Files, PartLoader, TensorPart, load
+from tensorferry.transfer.pipeline import read_ahead_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from tensorferry.safetensors.frameworks import Framework
-    from tensorferry.safetensors.header import Tensor
+    from tensorferry.safetensors.sources import Stored
+    from tensorferry.transfer.files import File
 
-# The limit for the number of tensors that are read ahead. The limit for their bytes is the number of bytes requested in
-# order so far, up to the pipeline's read-ahead: a short run of requests must not cause a long read.
-_AHEAD_TENSORS = 64
-# Threads that share a handle request neighbouring tensors slightly out of order. A tensor that is further behind the
-# last request than this is not expected to be requested any more.
-_BEHIND_TENSORS = 8
+# The number of tensors that one loader reads ahead, for each tensor that was requested in order so far. The limit for
+# their bytes is the number of bytes requested in order so far, up to the pipeline's read-ahead: a short run of requests
+# must not cause a long read.
+_AHEAD_TENSORS = 16
 
 
-class ReadAhead(Owned):
-    """The read-ahead of one file for one framework. It is thread-safe. A forked child needs its own instance."""
+class FileTensors(Owned, Files):
+    """The tensors of one open file for one framework. It is thread-safe. A forked child needs its own instance."""
 
     def __init__(self, source: SourceFile, framework: Framework) -> None:
         self._set_owner()
         self.source = source
-        self._framework = framework
+        self.framework = framework
+        self.is_mapped = framework.on_host and source.is_mapped
+        self._map: Any = None  # the mapping of the whole file, made when it is first needed
+        # The owners of memory that tensors and slices were read into, as long as they exist. A second request gets the
+        # same memory, as it does from a map.
+        self._alive: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         # Reentrant, because a signal handler may request a tensor, too.
         self._lock = threading.RLock()
-        self._tensors: list[Tensor] = []  # by offset; filled at the second request
-        self._positions: dict[str, int] = {}  # the index of each tensor in `_tensors`, by name
-        self._first: Tensor | None = None  # the tensor of the first request
         # Created lazily: a handle may be opened for one tensor only, or used in random order.
-        self._pipeline: Pipeline[LoadRead] | None = None
-        # The reads ahead, by the position of the tensor. Some may not have begun: they wait in the pipeline.
-        self._reads: dict[int, LoadRead] = {}
-        # The file's version before the first read in `_reads` began.
-        self._version: Version | None = None
+        self._ahead: PartLoader | None = None
         self._next = -1  # the position after the last requested tensor
-        self._added = 0  # the position after the last tensor that was added to the pipeline
-        self._run_nbytes = 0  # the bytes requested in order so far
+        self._run = self._run_nbytes = 0  # the tensors requested in order so far, and their bytes
         self._closed = False
 
-    def bytes(self, tensor: Tensor) -> Any:
-        """Return a tensor's bytes. Unless they are mapped, the caller is their only owner."""
-        if tensor.nbytes == 0 or not self._framework.on_host:
-            return self._begin(tensor).result()
-        with self._lock:
-            if self._first is None:  # possibly the only request: the tensors are not indexed yet
-                self._first, self._run_nbytes = tensor, tensor.nbytes
-                load = self._begin(tensor)
-            else:
-                self._index_tensors()
-                load = self._load_at(tensor, self._positions[tensor.name])
-        return load.result()
+    def get(self, name: str) -> Any:
+        """Return a tensor."""
+        stored = self.source.stored(name)
+        memory = None
+        if stored.tensor.nbytes and not self.is_mapped:
+            memory = self.framework.memory_of(self._alive.get(name))
+            if memory is None:
+                array = self._read_in_order(stored)
+                self._alive[name] = self.framework.owner_of(array)
+                return array
+        part = TensorPart(stored, None, self.framework)
+        part.memory = self.map(part) if part.nbytes and self.is_mapped else memory
+        return part.array()
 
-    def _load_at(self, tensor: Tensor, position: int) -> PendingLoad:
-        """Return the load of a tensor, begun before or now, and read further ahead if the request is in order."""
-        if self._reads and self._version != Version.of(self.source.file):
-            self._drop()  # the file was modified after the reads began: return its current content
-        read = self._reads.pop(position, None)
-        in_order = read is not None or position == self._next
-        if not in_order:
-            self._drop()
-        self._next = position + 1 if read is None else max(self._next, position + 1)
-        self._run_nbytes += tensor.nbytes
-        load = self._release(read) or self._begin(tensor)
-        if in_order and load.future is not None:
-            self._read_further(position)
-        return load
+    def get_part(self, name: str, index: Any) -> Any:
+        """Return the part of a tensor that an index selects."""
+        part = TensorPart(self.source.stored(name), index, self.framework)
+        if not part.nbytes:
+            return part.array()
+        if self.is_mapped:
+            part.use(self.map(part))
+            return part.array()
+        if part.is_whole:
+            part.memory = self.framework.memory_of(self.framework.owner_of(self.get(name)))
+            return part.array()
+        # The result of lists is a copy in any case.
+        key = None if part.selection is None or part.selection.lists else (name, part.positions)
+        part.memory = key and self.framework.memory_of(self._alive.get(key))
+        if part.memory is None:
+            load(part, self)
+        array = part.array()
+        if key is not None:
+            self._alive[key] = self.framework.owner_of(array)
+        return array
 
-    def _release(self, read: LoadRead | None) -> PendingLoad | None:
-        """Remove a read from the pipeline, and return its load if it has begun."""
-        if read is None or self._pipeline is None:
-            return None
-        self._pipeline.release(read)
-        load, read.load, read.futures = read.load, None, ()
-        return load
+    def open(self, *_: Any, **__: Any) -> File:
+        """Return the open file."""
+        return self.source.file
 
-    def _index_tensors(self) -> None:
-        """Index the positions of all tensors, once, and set `_next` as the first request would have done."""
-        if self._positions or self._first is None:
-            return
-        tensors = self.source.header.tensors.values()
-        self._tensors = [each for each in tensors if each.nbytes > 0]
-        self._positions = {tensor.name: at for at, tensor in enumerate(self._tensors)}
-        self._next = self._positions[self._first.name] + 1
+    def map(self, part: TensorPart) -> Any:
+        """Return the mapped bytes from the first to the last element of a part."""
+        begin, end = part.extent
+        if self._map is None:
+            self._map = self.source.map()
+        # Also for a file that is shorter now: access beyond its end would end the process.
+        self.source.file.check()
+        data = self.framework.wrap(self._map.bytes(begin, end - begin))
+        return aligned(data, part.stored.tensor, self.framework)
 
     def close(self, *, wait: bool) -> None:
         """Stop, and drop all tensors that were read ahead. With ``wait``, wait until their reads have ended."""
         with self._lock:
             self._closed = True
-            dropped = self._reset()
+            dropped, self._ahead = self._ahead, None
         # Closing waits for transfers, so it happens without the lock.
         if dropped is not None:
             dropped.close(wait=wait)
 
-    def _drop(self) -> None:
-        if (dropped := self._reset()) is not None:
-            dropped.close(wait=False)
+    def _read_in_order(self, stored: Stored) -> Any:
+        """Read a tensor, or take it from what was read ahead; read further ahead if the request is in order."""
+        name, nbytes = stored.tensor.name, stored.tensor.nbytes
+        with self._lock:
+            at, ahead = self._positions[name], self._ahead
+            if ahead is None or not ahead.has_begun(name):
+                # Read-ahead that has not come this far waits for tensors that the caller has passed over.
+                if ahead is not None:
+                    ahead.close(wait=False)
+                is_next = at == self._next
+                if not is_next:
+                    self._run = self._run_nbytes = 0
+                ahead = self._ahead = self._loader_from(at) if is_next else None
+            self._next = at + 1 if ahead is None else max(self._next, at + 1)
+            self._run, self._run_nbytes = self._run + 1, self._run_nbytes + nbytes
+            if ahead is not None:
+                ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, self._run_nbytes)
+                return ahead.take(name)
+        part = TensorPart(stored, None, self.framework)
+        load(part, self)
+        return part.array()
 
-    def _reset(self) -> Pipeline[LoadRead] | None:
-        """Forget all reads, and return their pipeline, which the caller must close."""
-        dropped, self._pipeline = self._pipeline, None
-        self._reads = {}
-        self._run_nbytes = self._added = 0
-        return dropped
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        tensors = self.source.header.tensors
+        return [each for each, tensor in tensors.items() if tensor.nbytes > 0]
 
-    def _read_further(self, position: int) -> None:
-        """Begin to read tensors that follow a position, within the limits."""
-        if min(self._reads, default=position) < position - _BEHIND_TENSORS:
-            self._drop()
+    @functools.cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: at for at, name in enumerate(self._names)}
+
+    def _loader_from(self, at: int) -> PartLoader | None:
+        """Return a loader of the tensors from a position on, within the limits."""
         if self._closed:
-            return
-        if not self._reads:
-            self._version = Version.of(self.source.file)
-        if self._pipeline is None:
-            self._pipeline = Pipeline()
-        pipeline = self._pipeline
-        pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)
-        last = min(position + 1 + _AHEAD_TENSORS, len(self._tensors))
-        for at in range(max(position + 1, self._added), last):
-            tensor = self._tensors[at]
-            if tensor.nbytes > pipeline.memory_nbytes:
-                break
-            begin = functools.partial(
-                begin_bytes, self.source, tensor, tensor.begin, tensor.end, self._framework
-            )
-            self._reads[at] = LoadRead(tensor.nbytes, begin)
-            pipeline.add(self._reads[at])
-            self._added = at + 1
-        # An error here concerns a later tensor, not the one that the caller has requested. The request for that later
-        # tensor raises the error again.
-        with contextlib.suppress(Exception):
-            pipeline.advance()
-
-    def _begin(self, tensor: Tensor) -> PendingLoad:
-        return begin_bytes(self.source, tensor, tensor.begin, tensor.end, self._framework)
+            return None
+        tensors = self.source.header.tensors
+        limit_nbytes = self._run_nbytes + tensors[self._names[at]].nbytes
+        limit_nbytes = min(read_ahead_nbytes(), limit_nbytes)
+        names = self._names[at : at + 1 + _AHEAD_TENSORS * (self._run + 1)]
+        later = itertools.takewhile(lambda name: tensors[name].nbytes <= limit_nbytes, names[1:])
+        parts = []
+        for name in (names[0], *later):
+            # An error concerns a later tensor. The request for that tensor raises it again.
+            with contextlib.suppress(SafetensorError):
+                parts.append(TensorPart(self.source.stored(name), None, self.framework))
+        return PartLoader(parts, self, limit_nbytes)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.base.checks import checked_path
 from tensorferry.base.ranges import memory_order
-from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import DTYPES, NAMES, header_shape, name_of
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
@@ -319,7 +318,7 @@ def replacing(path: Path, *, sync: bool, nbytes: int, sums: Checksums | None = N
         sync=sync,
         reserve_nbytes=nbytes,
         checksums=sums,
-        sidecar_suffix=checksums.SUFFIX,
+        has_sidecar=True,
     )
 
 

@@ -1,13 +1,12 @@
 """Models in several files with an index, as transformers and huggingface_hub write them. A save is crash-safe.
 
-All files are first written without names. Then each file is renamed to its final name, and the index, which defines
-the files of the model, is written last.
+All files are first written without names. In a folder without a model they get the names that Hugging Face's libraries
+use, and then the index is written. Elsewhere no file of the old model is replaced: each file gets a name with the token
+of the save (``model-tf0123456789abcdef-00001-of-00002.safetensors``), and one rename replaces the index. At last the
+files that the old index named are removed, and those with the tokens of saves that were killed.
 
-Some files of the old model are in the way: files with names that the new model uses, too, and a single file, which
-readers prefer to an index. Such a file is first renamed ("set aside"), and an interim index of the old model, which
-refers to the file's new name, is written. So every index that exists at any time names the files of exactly one model.
-If the new model is a single file, the interim index also lists that file, and readers use it as soon as it exists. The
-files of the old model are removed last.
+Transformers prefers a ``model.safetensors`` to the index. So it remains the model until it is removed, after the index
+was written; and where there is no index, a new model in one file replaces it by one rename.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import absolute_path, decimal_nbytes
 from tensorferry.base.file_locks import lock_directory
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
-from tensorferry.safetensors import index, sources
-from tensorferry.safetensors.checksums import SUFFIX
+from tensorferry.safetensors import index
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.index import INDEX_NAME, SINGLE_NAME
 from tensorferry.safetensors.saving import (
@@ -38,6 +36,7 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
+from tensorferry.transfer import sidecars
 from tensorferry.transfer.publication import make_directory, sync_directory
 from tensorferry.transfer.replacement import Replacement
 from tensorferry.transfer.runtime import descriptor_limit
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.saving import TensorToSave
     from tensorferry.transfer.checksums import Checksums
 
-# The errors of link(2) if the file does not exist, or cannot get another hard link in the directory: the file system
-# does not support hard links, the file has too many, or a symbolic link leads to it from another file system.
-_NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 # The descriptors of each file that has no name yet: the file and its directory stay open.
 _DESCRIPTORS = 2
 # How long a save waits for the commit of another save, which consists of a few renames and removals.
@@ -86,8 +82,9 @@ def save_sharded(
     Returns
     -------
     dict of str to str
-        The file name of each tensor: "model.safetensors" if there is one file, else a name such as
-        "model-00001-of-00004.safetensors".
+        The file name of each tensor: "model.safetensors" if there is one file, and a name such as
+        "model-00001-of-00004.safetensors" if the directory had no model. Otherwise the name has a token that no other
+        save has: "model-tf0123456789abcdef-00001-of-00004.safetensors".
 
     Raises
     ------
@@ -101,10 +98,12 @@ def save_sharded(
 
     Notes
     -----
-    If the process ends at any time, for any reason, the index names either the files of the old model or those of the
-    new one. A process that reads the old model during the save must have opened its files before the save began. Of two
-    concurrent saves to one directory, the one that finishes last wins, and its model is complete. The saves are
-    synchronized with flock() on the directory. On file systems without such locks, such as NFS, they are not.
+    If the process ends at any time, for any reason, the directory has either the old model or the new one, for
+    :func:`tensorferry.safetensors.plans.load_files` and for transformers. Removed are the files of the old model, which
+    are model.safetensors, the files that model.safetensors.index.json names and the files of ranks; and files with the
+    tokens of other saves. Of two concurrent saves to one directory, the one that finishes last wins, and its model is
+    complete. The saves are synchronized with flock() on the directory. On file systems without such locks, such as NFS,
+    they are not.
     """
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_metadata(metadata)
@@ -118,10 +117,9 @@ def save_sharded(
             header, ordered, nbytes = lay_out(entries, own)
             with model.add(name, nbytes) as file:
                 write_entries(file, header, ordered)
-        weight_map = {entry.name: name for name, entries in shards.items() for entry in entries}
+        weights = {entry.name: name for name, entries in shards.items() for entry in entries}
         total_nbytes = sum(entry.nbytes for entries in shards.values() for entry in entries)
-        model.commit(None if len(shards) == 1 else index_of(weight_map, total_nbytes))
-    return weight_map
+        return model.commit(weights, total_nbytes)
 
 
 def split(entries: Iterable[TensorToSave], limit: int) -> dict[str, list[TensorToSave]]:
@@ -148,12 +146,6 @@ def split(entries: Iterable[TensorToSave], limit: int) -> dict[str, list[TensorT
     }
 
 
-def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:
-    """Return the text of an index in transformers' form."""
-    index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
-
-
 class Model:
     """The new files of a model, which are committed together. As a context manager, it aborts if the block raises.
 
@@ -169,13 +161,14 @@ class Model:
         self._directory = Path(absolute_path(directory, "directory"))
         self._sync = sync
         self._files: dict[str, Replacement] = {}
+        self._token = secrets.token_hex(8)
         # An object that is dropped without commit() or abort() must release its descriptors and its space, too.
         when_dropped(self, _abort, self._files)
         make_directory(self._directory)
 
     @property
     def names(self) -> set[str]:
-        """The names of the files that have not been renamed to their final names."""
+        """The names, as given to :meth:`add`, of the files that have not been renamed to their final names."""
         return set(self._files)
 
     def check_count(self, count: int) -> None:
@@ -196,55 +189,69 @@ class Model:
     @contextlib.contextmanager
     def add(self, name: str, nbytes: int, checksums: Checksums | None = None) -> Any:
         """Add a file. As a context manager, yield the new file for writing, and finish it at the end of the block."""
-        new = replacing(self._directory / name, sync=self._sync, nbytes=nbytes, sums=checksums)
+        path = self._directory / self._first_name(name)
+        new = replacing(path, sync=self._sync, nbytes=nbytes, sums=checksums)
         self._files[name] = new
         with new.naming_target():
             yield new.file
             new.finish()
 
     def place(self) -> None:
-        """Rename all files to their final names, one after the other, and change nothing else."""
-        own = self._directory.resolve()
-        for name in list(self._files):
-            new = self._files.pop(name)
-            # One sync of the directory, below, covers all names in it. Only the target of a symbolic link, which may be
-            # in another directory, needs a separate sync.
-            new.commit(sync_names=Path(new.target).parent != own)
-        self._sync_names()
+        """Rename all files to the names given to :meth:`add`, one after the other, and change nothing else."""
+        self._place({name: name for name in self._files})
 
-    def commit(self, index: str | None, placed: Iterable[str] = ()) -> None:
+    def commit(
+        self, weights: Mapping[str, str] | None, total_nbytes: int = 0, placed: Iterable[str] = ()
+    ) -> dict[str, str]:
         """Make the new files the model: rename them, write the index, and remove the files of the old model.
 
         Parameters
         ----------
-        index : str or None
-            The text of the index, or None if the new model is a single file.
+        weights : dict of str to str, or None
+            The file of each tensor, by the name given to :meth:`add`. Without it no index is written, and none remains.
+        total_nbytes : int
+            The size of all tensors, for the index.
         placed : iterable of str
             Files of the new model that other ranks have already renamed to their final names.
+
+        Returns
+        -------
+        dict of str to str
+            The name of each tensor's file in the directory.
 
         Raises
         ------
         OSError
-            A rename or the index failed. The index in the directory names the files of one model.
+            A rename or the index failed, or an old model.safetensors could not be removed. The old model remains.
         """
         with _exclusive(self._directory):
-            old = _find_old_model(self._directory)
-            has_interim_index = self._set_aside(old, one_file=index is None)
-            old.names.difference_update(self._files, placed)
-            self.place()
-            if index is not None:
-                self._write_index(index)
-            elif not has_interim_index:
-                # No index of an old model may remain next to the new single file.
-                (self._directory / INDEX_NAME).unlink(missing_ok=True)
+            old = self._named_by(INDEX_NAME)
+            files, indexes = index.names_in(self._directory)
+            new, one_file = set(placed) - self.names, self.names == {SINGLE_NAME}
+            usual = set(filter(index.is_usual, files)) - new
+            is_free = INDEX_NAME not in indexes and usual <= ({SINGLE_NAME} if one_file else set())
+            names = {name: name for name in self._files}
+            if not is_free and weights and self._are_in_directory():
+                names = {name: index.own_name(name, self._token) for name in names}
+            weights = {tensor: names.get(name, name) for tensor, name in (weights or {}).items()}
+            new.update(names.values())
+            if not weights or new == {SINGLE_NAME}:
+                self._place(names)
+                self._unlink(INDEX_NAME)
+            else:
+                self._place_with_index(names, weights, total_nbytes)
             self._sync_names()
-            # An old single file must be gone before the save ends: readers would prefer it to the index.
-            self._remove(old.names)
-            self._sync_names()  # so the removed files cannot come back after a power cut
-            if index is None and not any((self._directory / name).exists() for name in old.names):
-                # The interim index comes last: until the old files are gone, it tells readers which file to use.
-                (self._directory / INDEX_NAME).unlink(missing_ok=True)
+            if SINGLE_NAME not in new:
+                self._unlink(SINGLE_NAME)  # until now transformers' readers have preferred it
                 self._sync_names()
+            others = (self._named_by(name) for name in indexes if name != INDEX_NAME)
+            abandoned = set(filter(index.is_own, files)).difference(*others)
+            ranks = filter(index.RANKS_FILE.fullmatch, files)
+            self._remove(old.union(abandoned, ranks, {SINGLE_NAME}) - new)
+            if one_file and SINGLE_NAME not in new:
+                weights = self._without_index(weights)
+            self._sync_names()  # so the removed files cannot come back after a power cut
+            return weights
 
     def abort(self) -> None:
         """Discard all files that have not been renamed to their final names."""
@@ -256,143 +263,86 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _set_aside(self, old: _OldModel, *, one_file: bool) -> bool:
-        """Rename files of the old model that are in the way of the new one, and write an interim index.
+    def _first_name(self, name: str) -> str:
+        """Return the name for which a file is written. Only that of model.safetensors may be a symbolic link."""
+        is_numbered = name.startswith("model-") and index.is_usual(name)
+        return index.own_name(name, self._token) if is_numbered else name
 
-        These are the files that new files will replace, and a single file, which readers would prefer to the new index.
-        Return whether an interim index was needed.
-        """
-        model = set(old.weights.values())
-        in_the_way = model & {*self._files, SINGLE_NAME}
-        # A new single file that replaces an old one needs a single rename, which is atomic, and no interim index. If
-        # other ranks have placed all files, not even this rename is left to do.
-        if one_file:
-            needed = bool(self._files) and (old.has_index or not model <= self._files.keys())
-        else:
-            needed = bool(in_the_way) or not old.has_index
-        if not needed or not model:
-            return False
-        token = secrets.token_hex(4)
-        aside: dict[str, str] = {}
+    def _are_in_directory(self) -> bool:
+        """Return whether each new file can get any name in the directory."""
+        own = self._directory.resolve()
+        return all(Path(new.target).parent == own for new in self._files.values())
+
+    def _place(self, names: Mapping[str, str]) -> None:
+        """Rename files, given by the names that :meth:`add` got, to their final names."""
+        own = self._directory.resolve()
+        for name, final in names.items():
+            new = self._files.pop(name)
+            if final != self._first_name(name):
+                new.retarget(final)
+            # One sync of the directory, below, covers all names in it. Only the target of a symbolic link, which may be
+            # in another directory, needs a separate sync.
+            new.commit(sync_names=Path(new.target).parent != own)
+        self._sync_names()
+
+    def _place_with_index(
+        self, names: Mapping[str, str], weights: Mapping[str, str], total_nbytes: int
+    ) -> None:
+        """Rename files to their final names, which no file has, and replace the index; on failure undo that."""
+        content = {"metadata": {"total_size": total_nbytes}, "weight_map": weights}
+        new = Replacement(self._directory / INDEX_NAME, sync=self._sync)
         try:
-            for name in sorted(in_the_way):
-                other = f"{name.removesuffix('.safetensors')}.old-{token}.safetensors"
-                try:
-                    (self._directory / other).hardlink_to((self._directory / name).resolve())
-                except OSError as error:
-                    if error.errno not in _NO_LINK:
-                        raise
-                    if name not in self._files:
-                        continue  # the old single file keeps its name until the new index exists
-                # Where the link failed, the interim index names a file that does not exist. Readers then find no model,
-                # which is better than a mixture of two.
-                aside[name] = other
-            self._sync_names()
-            weights = {tensor: aside.get(name, name) for tensor, name in old.weights.items()}
-            metadata = {**old.metadata, index.PENDING_FILES: sorted(self._files)}
-            self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
-        except OSError:
-            # If the interim index exists, it names these files, so they must remain. This is the case if only the step
-            # that makes the index durable has failed. An index that cannot be read now may be the interim one, so the
-            # files remain in this case, too.
+            new.file.write_bytes(json.dumps(content, indent=2).encode())
+            new.finish()
+            self._place(names)
+            new.commit(sync_names=False)
+        except BaseException:
+            new.abort()
+            # Some network file systems rename a file and report a failure.
             with contextlib.suppress(OSError):
-                if _index_names(self._directory).isdisjoint(aside.values()):
-                    self._remove(aside.values())
+                if self._named_by(INDEX_NAME).isdisjoint(names.values()):
+                    self._remove(names.values())
             raise
-        old.names.update(aside.values())
-        if SINGLE_NAME in aside and not one_file:
-            (self._directory / SINGLE_NAME).unlink()
-            self._sync_names()
-        return True
 
-    def _write_index(self, text: str) -> None:
-        with Replacement(self._directory / INDEX_NAME, sync=self._sync) as new:
-            new.file.write_bytes(text.encode())
+    def _without_index(self, weights: dict[str, str]) -> dict[str, str]:
+        """Name the only file of the new model model.safetensors, if there are no other files of models.
+
+        Return the name of each tensor's file.
+        """
+        if any(map(index.is_usual, index.names_in(self._directory)[0])):
+            return weights
+        [own] = set(weights.values())
+        try:
+            (self._directory / SINGLE_NAME).hardlink_to(self._directory / own)
+        except OSError:  # the file system does not support hard links, for example
+            return weights
+        with contextlib.suppress(OSError):
+            for name in (INDEX_NAME, own):
+                self._sync_names()
+                self._unlink(name)
+        return dict.fromkeys(weights, SINGLE_NAME)
+
+    def _named_by(self, name: str) -> set[str]:
+        """Return the safetensors files that an index names; it may be missing or damaged, and then names none."""
+        try:
+            named = set(index.read(self._directory / name).values())
+        except (SafetensorError, FileNotFoundError):
+            return set()
+        return {each for each in named if each.endswith(index.FILE_SUFFIX)}
 
     def _remove(self, names: Iterable[str]) -> None:
         # The save has succeeded even if an old file cannot be removed.
         for name in names:
-            for each in (name + SUFFIX, name):
+            for each in (name, name + sidecars.SUFFIX):
                 with contextlib.suppress(OSError):
-                    (self._directory / each).unlink()
+                    self._unlink(each)
+
+    def _unlink(self, name: str) -> None:
+        (self._directory / name).unlink(missing_ok=True)
 
     def _sync_names(self) -> None:
         if self._sync:
             sync_directory(self._directory)
-
-
-class _OldModel(NamedTuple):
-    """The model in the directory before a commit.
-
-    Attributes
-    ----------
-    metadata : dict
-        The metadata of its index.
-    weights : dict
-        The file name of each tensor.
-    names : set of str
-        The files to remove after the commit: the model's own, and those of an earlier save that did not finish.
-    has_index : bool
-        Whether a file with the name of an index exists, even an unreadable one.
-    """
-
-    metadata: dict[str, Any]
-    weights: dict[str, str]
-    names: set[str]
-    has_index: bool
-
-
-def _find_old_model(directory: Path) -> _OldModel:
-    files, _ = index.names_in(directory)
-    # Files that a killed save had set aside are removed in any case, as are the files of ranks.
-    names = {name for name in files if index.is_aside(name) or index.RANKS_FILE.fullmatch(name)}
-    if (directory / SINGLE_NAME).is_file():
-        names.add(SINGLE_NAME)
-    has_index = True
-    weights: dict[str, str] = {}
-    metadata: dict[str, Any] = {}
-    try:
-        weights, metadata = index.read(directory / INDEX_NAME)
-    except FileNotFoundError:
-        has_index = False
-    except SafetensorError:
-        pass
-    pending = metadata.pop(index.PENDING_FILES, [])
-    named = [*weights.values(), *(pending if isinstance(pending, list) else [])]
-    names |= {name for name in named if _is_removable(name)}
-    # A SafetensorError, or a file that does not exist, means that the directory has no usable model: none at all, a
-    # damaged one, or an ambiguous one. So there is no model to preserve until the new one is complete. Any other error,
-    # for example too many open files, may hide a usable model. It ends the save before this process renames a file.
-    try:
-        weights = _files_by_tensor(directory)
-    except SafetensorError:
-        pass
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise
-    return _OldModel(metadata, weights, names, has_index)
-
-
-def _files_by_tensor(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor of a directory's model. Without an index, only the usual file names count."""
-    paths, owners = sources.files_of(directory)
-    if owners is None:
-        known = [
-            path
-            for path in paths
-            if (name := Path(path).name) == SINGLE_NAME
-            or (index.ONE_OF_SEVERAL.fullmatch(name) and not index.RANKS_FILE.fullmatch(name))
-        ]
-        owners = {name: path for path in known for name in sources.look(path)[0].tensors}
-    return {name: Path(path).name for name, path in owners.items()}
-
-
-def _index_names(directory: Path) -> set[str]:
-    """Return the files that the index names, or an empty set if no valid index exists."""
-    try:
-        return set(index.read(directory / INDEX_NAME)[0].values())
-    except (SafetensorError, FileNotFoundError):
-        return set()
 
 
 @contextlib.contextmanager
@@ -427,11 +377,6 @@ def _abort(files: dict[str, Replacement]) -> None:
     with contextlib.ExitStack() as stack:
         while files:
             stack.callback(files.popitem()[1].abort)
-
-
-def _is_removable(name: Any) -> bool:
-    """Return whether a save may remove a file that an index names: only safetensors files in the index's folder."""
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
 def _is_torch_state(state: Any) -> bool:

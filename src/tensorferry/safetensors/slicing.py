@@ -67,23 +67,24 @@ def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -
     if not all(_is_plain(part) for part in parts):
         return None
     used = sum(part is not None and part is not Ellipsis for part in parts)
-    ellipses = sum(part is Ellipsis for part in parts)
     if used > len(shape):
         raise refuse(f"{used} dimensions are indexed, and the tensor has {len(shape)}")
-    if ellipses == 0:
-        parts = (*parts, Ellipsis)
-    if ellipses > 1:
-        raise refuse("there is more than one ellipsis")
+    parts = (*parts, Ellipsis)
+    has_ellipsis = is_second = False
     positions: list[Sequence[int]] = []
     basic: list[Any] = []
     lists: list[Any] = []
     for part in parts:
         dimension = len(positions)
+        if is_second and used < len(shape) and part is not Ellipsis:
+            raise refuse("a second ellipsis can only be followed by further ones")
         if part is None:
             basic.append(None)
             lists.append(slice(None))
         elif part is Ellipsis:
-            covered = shape[dimension : dimension + len(shape) - used]
+            # As in torch, only the first ellipsis covers dimensions.
+            is_second, has_ellipsis = has_ellipsis, True
+            covered = () if is_second else shape[dimension : dimension + len(shape) - used]
             positions += [range(length) for length in covered]
             basic += [slice(None)] * len(covered)
             lists += [slice(None)] * len(covered)

@@ -23,16 +23,19 @@ import tensorferry
 from tensorferry.base.checks import Readable, is_pair, is_url
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
-from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.transfer.remote import Version, as_path, source_path
+from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+    from tensorferry.base.checks import Direct
     from tensorferry.transfer.files import File
 
 Source: TypeAlias = "Readable | Sequence[Readable]"
+Look: TypeAlias = "Callable[[str], tuple[header.Header, Version] | None]"
 
 PARTS, PARTS_VERSION, OFFSETS = "DCP_SHARDING_INFO", "DCP_VERSION", "saved_offsets"
 """The keys that torch's writer (its module _hf_utils) uses in the metadata of files with parts of tensors.
@@ -63,23 +66,25 @@ class Stored(NamedTuple):
     # The offsets of a part in the complete tensor, if the header has them.
     offsets: tuple[int, ...] | None = None
 
-    def open(self, **options: Any) -> File:
-        """Open the file with options of `tensorferry.open`, and check that it has not changed."""
-        file = tensorferry.open(self.path, **options)
-        try:
-            self.check(file)
-        except BaseException:
+    def open(self, *, direct: Direct = "auto", mode: str = "r") -> File:
+        """Open the file; raise SafetensorError if it has changed since its header was read.
+
+        In a mode for reading only, each read raises this error, too.
+        """
+        if mode in ("r", "rb"):
+            return VersionedFile(self.path, direct=direct, version=self.version, changed=changed)
+        file = tensorferry.open(self.path, mode, direct=direct)
+        if Version.of(file) != self.version:
             file.close()
-            raise
+            raise changed(self.path)
         return file
 
-    def check(self, file: File) -> None:
-        """Raise SafetensorError if an open file has been replaced or changed since its header was read."""
-        if Version.of(file) != self.version:
-            raise SafetensorError(
-                "it was replaced or changed after its header was read (remedy: load it again)",
-                self.path,
-            )
+
+def changed(path: str) -> SafetensorError:
+    """Return the error for a file that is not the one whose header was read."""
+    return SafetensorError(
+        "it was replaced or changed after its header was read (remedy: load it again)", path
+    )
 
 
 class Files(NamedTuple):
@@ -107,14 +112,47 @@ class Contents(NamedTuple):
     differing: set[str]
 
 
-def stored_tensors(source: Source) -> dict[str, Stored]:
-    """Return all tensors of a model's files, in the order of the files and of the offsets in each file.
+def look(
+    path: str, check: Callable[[bytes, str], None] | None = None
+) -> tuple[header.Header, Version]:
+    """Return the header of a file, which ``check`` may refuse before it is parsed, and the version of the file."""
+    file = VersionedFile(path, changed=changed)
+    with file:
+        return header.read(file, check), file.version
+
+
+class StoredTensors(dict[str, Stored]):
+    """The tensors of a model by name, in the order of the files and of the offsets in each file.
+
+    Attributes
+    ----------
+    metadata : dict of str to str
+        The metadata of all files.
+    """
+
+    def __init__(self, found: dict[str, Stored], metadata: dict[str, str]) -> None:
+        super().__init__(found)
+        self.metadata = metadata
+
+    def hint(self, name: str) -> str:
+        """Return, for a message about a missing tensor, whether it is an alias; see :func:`alias_hint`."""
+        return alias_hint(name, self.metadata, self)
+
+    def missing(self, name: str) -> SafetensorError:
+        """Return the error for a tensor that does not exist."""
+        return SafetensorError(f"no file has a tensor of this name{self.hint(name)}", name=name)
+
+
+def stored_tensors(source: Source, look: Look = look) -> StoredTensors:
+    """Return all tensors of a model's files.
 
     Parameters
     ----------
     source : path or sequence of paths
         Files, an index (``model.safetensors.index.json``), or a directory. In a directory without an index, all
         ``*.safetensors`` files are used, in the order of their names.
+    look : function of a path
+        As for :func:`contents_of`.
 
     Raises
     ------
@@ -125,7 +163,8 @@ def stored_tensors(source: Source) -> dict[str, Stored]:
         A file cannot be read.
     """
     found = {}
-    for name, (_, parts) in contents_of(source).tensors.items():
+    contents = contents_of(source, look=look)
+    for name, (_, parts) in contents.tensors.items():
         if len(parts) > 1:
             raise SafetensorError(
                 "it is divided into parts that several ranks have saved (remedy: join them with tensorferry convert)",
@@ -133,14 +172,19 @@ def stored_tensors(source: Source) -> dict[str, Stored]:
                 name=name,
             )
         found[name] = parts[0]
-    return found
+    return StoredTensors(found, contents.metadata)
 
 
-def look(path: str) -> tuple[header.Header, Version]:
-    """Return the header of a file and the version of the file."""
-    with tensorferry.open(path) as file:
-        version = Version.of(file)
-        return header.read(file), version
+def alias_hint(name: str, metadata: Mapping[str, str] | None, names: Container[str]) -> str:
+    """Return, for the error about a missing tensor, that it is another name of a tensor, or an empty text.
+
+    Of several tensors in the same memory (tied weights), writers save one, and map the names of the others to it in the
+    metadata.
+    """
+    kept = (metadata or {}).get(name)
+    if kept is None or kept not in names:
+        return ""
+    return f" (the metadata map it to {shortened(kept)}, the one that was saved of several in the same memory)"
 
 
 def fail(error: SafetensorError) -> None:
@@ -153,7 +197,7 @@ def contents_of(
     *,
     complete: bool = False,
     together: bool = True,
-    look: Callable[[str], tuple[header.Header, Version] | None] = look,
+    look: Look = look,
     problem: Callable[[SafetensorError], None] = fail,
 ) -> Contents:
     """Read the headers of a source, and return its tensors and metadata.
@@ -246,9 +290,12 @@ def files_of(source: Source) -> Files:
         )
     if indexes:
         return _beside_index(folder, indexes[0], names)
-    names = [name for name in names if not index.is_aside(name)]
     if not names:
         raise SafetensorError("there is neither an index nor any .safetensors file", path)
+    if index.SINGLE_NAME in names:
+        return Files([str(folder / index.SINGLE_NAME)])
+    # A killed save may have left files that no index names.
+    names = [name for name in names if not index.is_own(name)] or names
     _check_numbers((name for name in names if not index.RANKS_FILE.fullmatch(name)), path)
     return Files([str(folder / name) for name in names])
 
@@ -259,6 +306,12 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
     found = _indexed(path)
     assert found.owners is not None
     named = {as_path(each).name for each in found.paths}
+    single = index_name.removesuffix(".index.json")
+    has_single = single in names and single not in named
+    if all(map(index.is_own, named)):
+        # Only a save of this library has written the index. It then removes the older model.safetensors, which counts
+        # until it has been removed, and counts if it was written later by another library.
+        return Files([str(folder / single)]) if has_single else found
     ranks = [name for name in names if index.RANKS_FILE.fullmatch(name) and name not in named]
     if ranks:
         raise SafetensorError(
@@ -266,12 +319,8 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
             "them is the current model (remedy: move the old files away, or give the path of the index)",
             str(folder),
         )
-    single = index_name.removesuffix(".index.json")
-    if single not in names or single in named:
+    if not has_single:
         return found
-    pending = index.read(path)[1].get(index.PENDING_FILES)
-    if isinstance(pending, list):  # an interim index: a save was killed, or is in progress
-        return Files([str(folder / single)]) if single in pending else found
     if named.isdisjoint(names):
         # Some libraries that replace a model with a smaller one remove its files but leave the index.
         head, _ = look(str(folder / single))
@@ -287,7 +336,7 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
 def _indexed(path: str) -> Files:
     """Return the files that an index names. Raise SafetensorError if the folder has more files of the same model."""
     folder = as_path(path).parent
-    weights, _ = index.read(path)
+    weights = index.read(path)
     if not weights:
         raise SafetensorError("the index does not name any tensor", path)
     named = set(weights.values())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import framework_of
 from tensorferry.safetensors.sources import Source, Stored, stored_tensors
 
@@ -12,15 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class TableTensors(NamedTuple):
-    """The tensors of a table, with their shapes, in the order of the table's rows; and their common dtype."""
-
-    tensors: list[tuple[Stored, tuple[int, ...]]]
-    dtype: Any
-
-
-def find(source: Source, names: Sequence[str], framework: str) -> TableTensors:
-    """Find the tensors of a table.
+def find(
+    source: Source, names: Sequence[str], framework: str
+) -> tuple[list[tuple[Stored, int]], tuple[int, ...], Any]:
+    """Return the tensors of a table with their numbers of rows, the shape of a row, and the library's dtype.
 
     Raises
     ------
@@ -38,18 +32,17 @@ def find(source: Source, names: Sequence[str], framework: str) -> TableTensors:
     tensors = []
     for name in names:
         if name not in known:
-            raise SafetensorError("no file has a tensor of this name", str(source), name=name)
-        stored = known[name]
-        tensor = stored.tensor
-        shape = library.shape(tensor, stored.path)
+            raise known.missing(name)
+        shape = library.shape(known[name].tensor, known[name].path)
         if not shape:
             raise ValueError(f"name: {name!r} is a scalar, which has no rows")
-        tensors.append((stored, shape))
-    (first, first_shape), *others = tensors
-    for stored, shape in others:
-        if (stored.tensor.dtype, shape[1:]) != (first.tensor.dtype, first_shape[1:]):
+        tensors.append((known[name], shape))
+    (first, (_, *row)), *others = tensors
+    for stored, (_, *other_row) in others:
+        if (stored.tensor.dtype, other_row) != (first.tensor.dtype, row):
             raise ValueError(
-                f"name: {stored.tensor.name!r} has rows of {stored.tensor.dtype} {list(shape[1:])}, and "
-                f"{first.tensor.name!r} of {first.tensor.dtype} {list(first_shape[1:])}"
+                f"name: {stored.tensor.name!r} has rows of {stored.tensor.dtype} {other_row}, and "
+                f"{first.tensor.name!r} of {first.tensor.dtype} {row}"
             )
-    return TableTensors(tensors, library.dtype(first.tensor.dtype))
+    rows = [(stored, shape[0]) for stored, shape in tensors]
+    return rows, tuple(row), library.dtype(first.tensor.dtype)

@@ -25,6 +25,7 @@ from tensorferry.base.checks import (
 )
 from tensorferry.base.reprs import safe_repr
 from tensorferry.errors import StorageError
+from tensorferry.transfer import sidecars
 from tensorferry.transfer.arrays import memory_or_segments
 from tensorferry.transfer.futures import PendingFutures
 from tensorferry.transfer.requests import set_size, start, transfer, write_segments
@@ -161,6 +162,7 @@ class File:
         self._set_file(file, scheduler, own)
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
+            sidecars.remove(self.path)
 
     def _set_file(
         self, file: _core.File, scheduler: _core.Scheduler, own: _core.Scheduler | None

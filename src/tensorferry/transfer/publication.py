@@ -119,7 +119,7 @@ class Temporary(Owned):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(_MAX_ATTEMPTS):
             # The name is stored before the file exists, so that remove() finds it after an interrupt at any moment.
-            self.name = _new_name()
+            self.name = new_name()
             _own_names.add(self.name)
             self.descriptor = os.open(self.name, flags, mode, dir_fd=self.directory)
             # A forked child closes its copy, which would keep the lock after this process was killed.
@@ -198,7 +198,7 @@ class Temporary(Owned):
             self.remove()
 
 
-def _new_name() -> str:
+def new_name() -> str:
     """Return a random name. It has 64 random bits, so no other file has this name."""
     return f".tensorferry-new-{secrets.token_hex(8)}.tmp"
 
@@ -340,7 +340,7 @@ def _check_renames(directory: Path, *, replaced: bool) -> None:
     if (device, replaced) in _renames_checked:
         return
     with Temporary(directory) as new, Temporary(directory) as old:
-        name = old.name if replaced else _new_name()
+        name = old.name if replaced else new_name()
         old.close()
         try:
             new.rename(name)

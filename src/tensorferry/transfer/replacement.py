@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections import deque
@@ -18,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from tensorferry.base.checks import absolute_path
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError, first_error, missing_folder
+from tensorferry.transfer import sidecars
 from tensorferry.transfer.files import File
 from tensorferry.transfer.new_file import NewFile
 from tensorferry.transfer.publication import (
     TEMPORARY_NAME,
     Temporary,
     check_renames,
+    new_name,
     storage_errors,
     sync_directory,
     sync_open_directory,
@@ -39,10 +42,6 @@ if TYPE_CHECKING:
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority
     from tensorferry.transfer.futures import Future
-
-# A sidecar is a file that describes another file, and has its name plus a suffix. These errors of unlink() show that
-# there is no sidecar: its name does not exist, names a directory, or is too long.
-_NO_SIDECAR = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
 
 # Files that are replaced concurrently. Each needs three descriptors, so a descriptor limit may allow fewer.
 _MAX_CONCURRENT = 16
@@ -70,9 +69,9 @@ class Target(Owned, abc.ABC):
         existing file are kept as far as this process may set them; where it may not, no other user gains a right.
     sync : bool
         Make the new file durable.
-    sidecar_suffix : str
-        If given, a file with the target's name plus this suffix (the sidecar) describes the old file, and is deleted
-        when the old file is replaced.
+    has_sidecar : bool
+        Whether the old file may have a sidecar (:mod:`tensorferry.transfer.sidecars`) although it does not have the
+        name of a safetensors file. The sidecar is removed when the old file is replaced.
 
     Raises
     ------
@@ -87,14 +86,10 @@ class Target(Owned, abc.ABC):
         The path that the new file will have.
     """
 
-    def __init__(self, path: AnyPath, *, sync: bool, sidecar_suffix: str = "") -> None:
+    def __init__(self, path: AnyPath, *, sync: bool, has_sidecar: bool = False) -> None:
         target, old = _resolve(path)
         self.target = str(target)
-        self._sidecars: set[Path] = set()
-        if sidecar_suffix:
-            asked = Path(os.fsdecode(path))
-            by_either_name = (asked.parent.resolve() / asked.name, target)
-            self._sidecars = {each.with_name(each.name + sidecar_suffix) for each in by_either_name}
+        self._sidecars = sidecars.paths_of(path) if has_sidecar or sidecars.is_usual(path) else []
         self._last_name = target.name
         self._sync = sync
         self._finished = self._is_open = False
@@ -171,6 +166,12 @@ class Target(Owned, abc.ABC):
         finally:
             self._new.remove()
 
+    def retarget(self, name: str) -> None:
+        """Have :meth:`commit` rename the file to another name in the same directory."""
+        path = Path(self.target).with_name(name)
+        self.target, self._last_name = str(path), name
+        self._sidecars = sidecars.paths_of(path)
+
     @contextlib.contextmanager
     def naming_target(self) -> Iterator[None]:
         """In errors that the block raises for the new file, replace its temporary name with the target path."""
@@ -203,26 +204,42 @@ class Target(Owned, abc.ABC):
             self.abort()
 
     def _publish(self, *, sync_names: bool) -> None:
-        # Remove the sidecar before the rename: the new file must never be seen together with the sidecar of the old
-        # one, not even after a power cut.
-        for path in self._remove_sidecars():
-            if self._sync:
-                sync_directory(path.parent)
-        self._new.rename(self._last_name)
-        self._remove_sidecars()  # another process may have written one for the old file meanwhile
+        # The new file must never be seen together with the sidecar of the old one, not even after a power cut.
+        with self._sidecars_aside():
+            self._new.rename(self._last_name)
         if self._sync and sync_names:
             sync_open_directory(self._new.directory)
 
-    def _remove_sidecars(self) -> list[Path]:
-        removed = []
-        for path in self._sidecars:
-            try:
+    @contextlib.contextmanager
+    def _sidecars_aside(self) -> Iterator[None]:
+        """Remove the sidecars; if the block raises, they are back afterwards.
+
+        Meanwhile they have names of temporary files, which are removed later if this process is killed.
+        """
+        aside: list[tuple[Path, Path]] = []
+        try:
+            for path in self._sidecars:
+                try:
+                    if path.is_dir():
+                        continue
+                    aside.append((path.with_name(new_name()), path))
+                    path.rename(aside[-1][0])
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                        raise
+                    continue
+                if self._sync:
+                    sync_directory(path.parent)
+            yield
+        except BaseException:
+            for other, path in aside:
+                with contextlib.suppress(OSError):  # the original error matters more
+                    other.rename(path)
+            raise
+        # Another process may have written a sidecar for the old file meanwhile.
+        for path in itertools.chain(*aside, self._sidecars):
+            with contextlib.suppress(OSError):
                 path.unlink()
-                removed.append(path)
-            except OSError as error:
-                if error.errno not in _NO_SIDECAR:
-                    raise
-        return removed
 
     def _abandon(self) -> None:
         if self._is_open and not self.is_parents:
@@ -234,7 +251,7 @@ class Replacement(Target):
 
     Parameters
     ----------
-    path, sync, sidecar_suffix
+    path, sync, has_sidecar
         As for :class:`Target`.
     reserve_nbytes : int
         Space to reserve immediately.
@@ -261,11 +278,11 @@ class Replacement(Target):
         sync: bool,
         reserve_nbytes: int = 0,
         checksums: Checksums | None = None,
-        sidecar_suffix: str = "",
+        has_sidecar: bool = False,
     ) -> None:
         self._reserve_nbytes = reserve_nbytes
         self._checksums = checksums
-        super().__init__(path, sync=sync, sidecar_suffix=sidecar_suffix)
+        super().__init__(path, sync=sync, has_sidecar=has_sidecar)
 
     def _open(self, descriptor: int) -> None:
         self.file = NewFile(

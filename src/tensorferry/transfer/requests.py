@@ -23,6 +23,7 @@ from tensorferry.base.checks import (
     checked_path,
 )
 from tensorferry.errors import StorageError, first_error, memory_moved
+from tensorferry.transfer import sidecars
 from tensorferry.transfer.arrays import (
     AnyMemory,
     Location,
@@ -111,6 +112,8 @@ def transfer(
     failure = None if request is None else request.exception()
     if failure := failure or _failure_of_memory(memory, target, offset):
         raise failure
+    if replaced and not isinstance(target, (int, _core.File)):
+        sidecars.remove(target)
     if checksums is not None:
         checksums._has_succeeded = lambda: True
 
@@ -323,12 +326,14 @@ def transfer_many(
         scheduler, batch, files, write, direct, bool(truncate), replaced, sync, background
     )
     failures = call.run()
+    for path in replaced:
+        if not isinstance(path, int):
+            sidecars.remove(path)
     if failures:
         raise first_error([failure for _, failure in failures], "of this call")
     index = _core.first_moved(batch.addresses, batch.nbytes, batch.owners)
     if index is not None:
-        path = text_of(batch.paths[index])
-        raise memory_moved(path, batch.offsets[index], batch.nbytes[index])
+        raise memory_moved(text_of(batch.paths[index]), batch.offsets[index], batch.nbytes[index])
 
 
 def checked_items(items: Iterable[Any]) -> Sequence[Any]:

@@ -277,12 +277,12 @@ class HuggingFaceStorageWriter(FolderWriter, InPlaceOfTorchs, TorchsWriter):
                 )
             # Remove stale files: readers would take files of ranks that no longer exist for parts of this checkpoint,
             # and would use an old index.
-            Model(path, sync=self.sync_files).commit(None, files)
+            Model(path, sync=self.sync_files).commit(None, placed=files)
             return
         total = sum(result.storage_data.length for result in written)
         with model or Model(path, sync=self.sync_files) as model:
             # If the coordinator has no tensors, another rank has already put the files in place.
-            model.commit(_index(names, total), files)
+            model.commit(names, total, files)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_stager": None, "_progress": None}
@@ -635,7 +635,7 @@ def consolidate(
             name = file_name(number, highest)
             total += write_file(model, name, {each: tensors[each] for each in names}, source)
             weights |= dict.fromkeys(names, name)
-        model.commit(_index(weights, total))
+        model.commit(weights, total)
 
 
 def write_file(
@@ -772,11 +772,6 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 def _nbytes(item: WriteItem) -> int:
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
-
-
-def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
-    """Return the text of an index, as torch writes it."""
-    return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
 
 
 def _supported_arguments(ours: type, torchs: type, wanted: Mapping[str, Any]) -> dict[str, Any]:

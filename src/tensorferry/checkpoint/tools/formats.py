@@ -18,8 +18,9 @@ from tensorferry.checkpoint.storage.names import (
     metadata_files,
 )
 from tensorferry.checkpoint.zipformat import zips
-from tensorferry.safetensors import checksums, index
+from tensorferry.safetensors import index
 from tensorferry.safetensors.errors import SNIFFED_NBYTES, wrong_download
+from tensorferry.transfer import sidecars
 from tensorferry.transfer.python_files import open_python_file
 from tensorferry.transfer.remote import as_path
 
@@ -115,7 +116,7 @@ def format_of(path: str) -> Format:
                 return each
         metadata_files(path)  # raises an error that describes the folder's contents
     name = as_path(path).name
-    if name.endswith(index.FILE_SUFFIX + checksums.SUFFIX):
+    if name.endswith(index.FILE_SUFFIX + sidecars.SUFFIX):
         raise NotACheckpointError("these are the checksums of a file: pass the file", path)
     if name.endswith(DATA_FILE_SUFFIX) or name == METADATA_NAME or RANK_METADATA.fullmatch(name):
         raise NotACheckpointError("it is one file of a checkpoint: pass the folder", path)

@@ -98,7 +98,7 @@ def write(
             huggingface.write_file(model, name, tensors, found.source, meter.add, found.metadata)
             meter.add(0, files=1)
         weights = {entry.name: name for name, entries in shards.items() for entry in entries}
-        model.commit(None if len(shards) == 1 else sharded.index_of(weights, nbytes))
+        model.commit(weights, nbytes)
     return meter.finish()
 
 
