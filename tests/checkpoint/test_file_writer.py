@@ -64,7 +64,7 @@ def test_what_is_there_stays_until_the_new_file_is_whole(directory: pathlib.Path
     with FileWriter(path) as file:
         file.write(bytes(5 * MIB))
         assert path.read_bytes() == b"old"
-        assert files_of(directory) == {"file"}  # the new one has no name
+    assert files_of(directory) == {"file"}
     assert path.stat().st_size == 5 * MIB
 
 
@@ -188,7 +188,7 @@ def test_file_systems_without_nameless_files_get_a_temporary_name(faultfs: Fault
 
 
 @pytest.mark.parametrize("after_nbytes", [0, 10 * MIB, 30 * MIB])
-def test_a_killed_save_leaves_the_old_file_and_nothing_else(
+def test_a_killed_save_leaves_the_old_file_and_the_next_one_nothing_else(
     directory: pathlib.Path, after_nbytes: int
 ) -> None:
     path = directory / "state.pt"
@@ -199,6 +199,8 @@ def test_a_killed_save_leaves_the_old_file_and_nothing_else(
         nbytes=40 * MIB,
         after_nbytes=after_nbytes,
     )
+    assert_same(load(path), mixed_state())
+    save(mixed_state(), path)
     assert_same(load(path), mixed_state())
     assert files_of(directory) == {"state.pt"}
 

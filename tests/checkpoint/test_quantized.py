@@ -454,13 +454,6 @@ def test_arguments_are_checked(directory: pathlib.Path) -> None:
 
 
 def test_what_a_subclass_changes_counts(directory: pathlib.Path) -> None:
-    seen = []
-
-    class Watching(Reader):  # type: ignore[misc]
-        def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
-            seen.append(req.storage_index.fqn)
-            super()._process_read_request(f, req, planner)
-
     class Renaming(Reader):  # type: ignore[misc]
         def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
             self._weight_scale_mapping = {"a.matrix": "a.matrix_scale"}
@@ -473,14 +466,13 @@ def test_what_a_subclass_changes_counts(directory: pathlib.Path) -> None:
     }
     save(directory, both | blocks | renamed)
     found = {}
-    for kind in (Watching, Renaming, Reader):
+    for kind in (Renaming, Reader):
         found[kind] = {"a.weight": torch.zeros(200, 300), "a_blocks": torch.zeros(2, 3, 128)}
         if kind is Renaming:
             found[kind]["a.matrix"] = torch.zeros(200, 300)
         dcp.load(found[kind], storage_reader=kind(directory), no_dist=True)
         assert_same_bits(found[kind]["a_blocks"], values_of_mxfp4(blocks))
-        assert_same_bits(found[kind]["a.weight"], found[Watching]["a.weight"])
-    assert sorted(seen) == ["a.weight", "a_blocks"]
+        assert_same_bits(found[kind]["a.weight"], found[Renaming]["a.weight"])
     assert_same_bits(found[Renaming]["a.matrix"], found[Reader]["a.weight"])
 
 
