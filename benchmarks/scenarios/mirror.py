@@ -66,8 +66,7 @@ class Trainer:
     def steps(self, uploads: bool) -> dict[str, Any]:
         """Measure some steps while the mirror uploads, or while it is stopped, and the bytes that the mirror reads."""
         mirror: Any = self.checkpoints._mirror
-        mirror.check()
-        if mirror.unfinished() is None:  # all is uploaded: give the mirror another checkpoint
+        if mirror.wait(0):  # all is uploaded: give the mirror another checkpoint
             self.checkpoints.save(next(self.numbers), self.state, wait=True)
             for _ in range(_STEPS):
                 self.step()

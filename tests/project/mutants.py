@@ -763,18 +763,18 @@ MUTANTS = [
         "what-was-read-ahead-of-a-write-is-given",
         "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
         " caller",
-        "src/tensorferry/safetensors/read_ahead.py",
-        "        if self._reads and self._version != Version.of(self.source.file):\n",
-        "        if False:\n",
-        "tests/safetensors/test_opened.py::test_who_asks_after_a_write_gets_what_was_written",
+        "src/tensorferry/transfer/versioned.py",
+        "        if self._present_version() == self.version:\n",
+        "        if True:\n",
+        "tests/safetensors/test_opened.py::test_a_file_that_is_changed_in_place_is_refused",
     ),
     _mutant(
         "reads-ahead-have-no-bound",
         "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
         " caller",
         "src/tensorferry/safetensors/read_ahead.py",
-        "pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)",
-        "pipeline.memory_nbytes = 1 << 60",
+        "ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, self._run_nbytes)",
+        "ahead.pipeline.memory_nbytes = 1 << 60",
         "tests/safetensors/test_opened.py::"
         "test_what_is_read_ahead_is_bounded_and_goes_with_the_handle",
     ),
@@ -1138,8 +1138,8 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/checkpoint/storage/huggingface.py",
-        "            Model(path, sync=self.sync_files).commit(None, files)\n",
-        "            Model(path, sync=False).commit(None, files)\n",
+        "            Model(path, sync=self.sync_files).commit(None, placed=files)\n",
+        "            Model(path, sync=False).commit(None, placed=files)\n",
         "tests/checkpoint/test_huggingface.py::"
         "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
     ),
@@ -1348,8 +1348,8 @@ MUTANTS = [
         "a-kept-tensor-keeps-its-neighbours",
         "a loaded tensor keeps its own memory alive, and no other's",
         "src/tensorferry/safetensors/loading.py",
-        "            memory = image.bytes(tensor.begin, tensor.end, alone=True)",
-        "            memory = image.bytes(tensor.begin, tensor.end, alone=False)",
+        "        return self.mapping.bytes(begin - self.begin, end - begin, True)",
+        "        return self.mapping.bytes(begin - self.begin, end - begin, False)",
         "tests/safetensors/test_loading.py::test_a_tensor_that_is_kept_keeps_no_others",
     ),
     _mutant(

@@ -38,7 +38,7 @@ LEVELS = (
     ("transfer.requests",),
     ("transfer.runtime",),
     ("transfer.futures", "transfer.arrays", "transfer.checksums"),
-    ("transfer.stats", "transfer.publication"),
+    ("transfer.stats", "transfer.publication", "transfer.sidecars"),
     ("transfer.settings",),
     ("transfer", "deepnvme"),  # no more than docstrings
     ("base", "errors"),
