@@ -48,9 +48,9 @@ def leave_with_hung_reads(
 ) -> None:
     """Exit with hung reads pending, each on a separate handle; make the file `over` at the end of the exit."""
     global kept
-    atexit.unregister(runtime._close_at_exit)
+    atexit.unregister(runtime.finish_at_exit)
     atexit.register(pathlib.Path(over).touch)  # FUSE lets go of no process before that
-    atexit.register(runtime._close_at_exit)
+    atexit.register(runtime.finish_at_exit)
     runtime.CLOSE_PATIENCE_SECONDS = patience_seconds
     kept = [tensorferry.aio_handle(engine=engine) for _ in range(count)]
     for handle in kept:
