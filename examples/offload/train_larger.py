@@ -60,7 +60,9 @@ def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[
     return model, *train(model, optimizer, options)
 
 
-def train(model: Any, optimizer: Any, options: argparse.Namespace) -> tuple[list[float], int]:
+def train(
+    model: Any, optimizer: Any, options: argparse.Namespace, check: Any = None
+) -> tuple[list[float], int]:
     """Train with the loop that all variants share. Return the losses and the peak memory in bytes."""
     import torch
 
@@ -73,6 +75,8 @@ def train(model: Any, optimizer: Any, options: argparse.Namespace) -> tuple[list
         found = model(text[:, :-1]).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(found, text[:, 1:].flatten())
         loss.backward()
+        if check is not None:
+            check(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         peak_nbytes = max(peak_nbytes, memory_nbytes())
@@ -105,7 +109,7 @@ def train_with_accelerate(options: argparse.Namespace) -> str:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
-        train(model, optimizer, lambda _: _check_gradients(model), options)
+        train(model, optimizer, options, check=_check_gradients)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).splitlines()[0]
     return "trained"
