@@ -79,6 +79,10 @@ class StagedState(dict[str, Any]):
         self._caller = os.getpid(), threading.get_ident()
         self._free: Callable[[], None] = _nothing_to_free
 
+    def release(self) -> None:
+        """Let the stager use the state's memory again, although the state still exists."""
+        self._free()
+
     def items(self) -> Any:
         """Return the items. If torch's save() asks for them, in another thread than the caller's, claim the state."""
         is_saved = sys._getframe(1).f_globals.get("__name__") == state_dict_saver.__name__

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import ExitStack
 
+    from tensorferry.checkpoint.staging import StagedState
     from tensorferry.transfer.replacement import Target
 
 LIST_NAME = "tensorferry.json"
@@ -246,14 +247,16 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         staged = self._save.staged
         if len(staged) == len(self._stagers):
             self._stagers.append(Stager())
-        staged.append((dict(self._stagers[len(staged)].stage(state)), path))
+        staged.append((self._stagers[len(staged)].stage(state), path))
 
     def _write_in_background(self, save: _Save, ended: Future[None]) -> None:
         try:
             while save.staged:
                 state, path = save.staged.pop(0)
-                save.attempt(functools.partial(save.write, state, path))
-                del state  # release its memory before the next file
+                try:
+                    save.attempt(functools.partial(save.write, dict(state), path))
+                finally:
+                    state.release()
             save.end()
         except BaseException as error:
             try:
@@ -280,7 +283,7 @@ class _Save:
     ) -> None:
         self.folder = self._latest = Path()
         self._tag = ""
-        self.staged: list[tuple[Any, str]] = []
+        self.staged: list[tuple[StagedState, str]] = []
         self._engine = engine
         self._ranks = ranks
         self._number = number
@@ -378,7 +381,8 @@ class _Save:
 
     def abort(self) -> None:
         """Discard the files that are not yet part of a checkpoint."""
-        self.staged.clear()
+        while self.staged:
+            self.staged.pop()[0].release()
         while self._waiting:
             self._waiting.pop().abort()
         # Remove the new files, because they would occupy the space that the next save needs.
