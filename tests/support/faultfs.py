@@ -14,7 +14,6 @@ kills the server at the end of every test.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import errno
@@ -269,9 +268,12 @@ class Orders:
                     return {"requests": entries}
         return {}
 
-    def meet(self, op: str, path: str, offset: int = 0, size: int = END_OF_FILE) -> int:
-        """Suffer the faults that a request meets; return the size that is left of it."""
-        name = os.path.basename(path)
+    def meet(self, op: str, path: str | None, offset: int = 0, size: int = END_OF_FILE) -> int:
+        """Suffer the faults that a request meets; return the size that is left of it.
+
+        A file that was removed while it is open has no path.
+        """
+        name = os.path.basename(path or "")
         with self._changed:
             self._requests.append(Request(op, name, offset, size))
             met = [f for f in self._faults if self._meets(f, op, name, offset, size)]
@@ -351,7 +353,12 @@ def serve(mount: str, backing: str, socket_path: str, asked_of_kernel: str) -> N
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # libfuse unmounts at SIGTERM.
 
-    writers: collections.Counter[str] = collections.Counter()  # of files that are open
+    writers: dict[int, str] = {}  # the paths of files that are open for writing, by descriptor
+    moving = threading.Lock()  # held while paths and writers change
+
+    def forget(path: str) -> None:
+        for file in [file for file, other in writers.items() if other == path]:
+            del writers[file]
 
     class Passthrough(mfusepy.Operations):  # type: ignore[misc]
         use_ns = True
@@ -376,40 +383,44 @@ def serve(mount: str, backing: str, socket_path: str, asked_of_kernel: str) -> N
 
         def open(self, path: str, fi: Any) -> int:
             orders.meet("open", path)
-            if writers[path]:
+            if path in tuple(writers.values()):
                 orders.meet("reopen", path)
-            fi.fh = os.open(backing + path, fi.flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
-            writers[path] += fi.flags & os.O_ACCMODE != os.O_RDONLY
+            with moving:
+                fi.fh = os.open(backing + path, fi.flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
+                if fi.flags & os.O_ACCMODE != os.O_RDONLY:
+                    writers[fi.fh] = path
             fi.direct_io = int(not is_cached(path))
             return 0
 
         def create(self, path: str, mode: int, fi: Any = None) -> int:
             orders.meet("open", path)
-            fi.fh = os.open(backing + path, (fi.flags & ~os.O_DIRECT) | os.O_CREAT, mode)
-            writers[path] += 1
+            with moving:
+                fi.fh = os.open(backing + path, (fi.flags & ~os.O_DIRECT) | os.O_CREAT, mode)
+                writers[fi.fh] = path
             fi.direct_io = int(not is_cached(path))
             return 0
 
-        def read(self, path: str, size: int, offset: int, fi: Any) -> bytes:
+        def read(self, path: str | None, size: int, offset: int, fi: Any) -> bytes:
             # Past the page cache, or to fill it.
             way = "read_direct" if fi.flags & os.O_DIRECT else "read_cached"
             size = orders.meet(way, path, offset, size)
             return os.pread(fi.fh, orders.meet("read", path, offset, size), offset)
 
-        def write(self, path: str, data: bytes, offset: int, fi: Any) -> int:
+        def write(self, path: str | None, data: bytes, offset: int, fi: Any) -> int:
             size = orders.meet("write", path, offset, len(data))
             return os.pwrite(fi.fh, data[:size], offset) if size else 0
 
-        def release(self, path: str, fi: Any) -> int:
-            writers[path] -= fi.flags & os.O_ACCMODE != os.O_RDONLY
-            os.close(fi.fh)
+        def release(self, path: str | None, fi: Any) -> int:
+            with moving:
+                writers.pop(fi.fh, None)
+                os.close(fi.fh)
             return 0
 
-        def fsync(self, path: str, datasync: int, fi: Any) -> int:
+        def fsync(self, path: str | None, datasync: int, fi: Any) -> int:
             orders.meet("fsync", path)
             return 0
 
-        def flush(self, path: str, fi: Any) -> int:
+        def flush(self, path: str | None, fi: Any) -> int:
             orders.meet("flush", path)
             return 0
 
@@ -417,19 +428,21 @@ def serve(mount: str, backing: str, socket_path: str, asked_of_kernel: str) -> N
             orders.meet("fsyncdir", path)
             return 0
 
-        def fallocate(self, path: str, mode: int, offset: int, size: int, fi: Any) -> int:
+        def fallocate(self, path: str | None, mode: int, offset: int, size: int, fi: Any) -> int:
             orders.meet("fallocate", path, offset, size)
             arguments = [ctypes.c_int(mode), ctypes.c_long(offset), ctypes.c_long(size)]
             failed = libc.fallocate(ctypes.c_int(fi.fh), *arguments)
             return -ctypes.get_errno() if failed else 0
 
-        def truncate(self, path: str, length: int, fi: Any = None) -> int:
+        def truncate(self, path: str | None, length: int, fi: Any = None) -> int:
             orders.meet("truncate", path)
-            os.truncate(backing + path, length)
+            os.truncate(fi.fh if path is None else backing + path, length)
             return 0
 
         def unlink(self, path: str) -> int:
-            os.unlink(backing + path)
+            with moving:
+                os.unlink(backing + path)
+                forget(path)
             return 0
 
         def mkdir(self, path: str, mode: int) -> int:
@@ -442,12 +455,14 @@ def serve(mount: str, backing: str, socket_path: str, asked_of_kernel: str) -> N
 
         def rename(self, old: str, new: str) -> int:
             orders.meet("rename", old)
-            if writers[old]:
+            if old in tuple(writers.values()):
                 orders.meet("rename_open", old)
             if os.path.exists(backing + new):
                 orders.meet("rename_over", old)
-            os.rename(backing + old, backing + new)
-            writers[new] = writers.pop(old, 0)
+            with moving:
+                os.rename(backing + old, backing + new)
+                forget(new)
+                writers.update({file: new for file, path in writers.items() if path == old})
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
