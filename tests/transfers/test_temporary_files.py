@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
@@ -14,6 +15,8 @@ import pytest
 import tensorferry
 from tensorferry.transfer import publication, replacement
 from tests.support import child
+from tests.support.expect import storage_error
+from tests.support.faultfs import Fault
 from tests.support.interrupts import At
 
 if TYPE_CHECKING:
@@ -212,3 +215,22 @@ def test_another_users_file_in_a_sticky_directory_stays(open_directory: pathlib.
     assert child.call(program, folder=open_directory).result == [left.name]
     assert (open_directory / "39").stat().st_uid == 65534
     assert replace_beside(str(open_directory / ".")) == []
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync"])
+@pytest.mark.parametrize("has_old", [False, True])
+def test_the_error_of_a_replacement_is_not_that_of_closing_what_is_discarded(
+    faultfs: FaultFS, kind: str, has_old: bool
+) -> None:
+    path = faultfs.path / "file"
+    tensorferry.write(path, b"old", atomic=True)  # renames are tested there once
+    tensorferry.write(path, b"old", atomic=True)
+    if not has_old:
+        path.unlink()
+    faultfs.order(Fault(kind, error=errno.EIO), Fault("flush", error=errno.EINVAL))
+    with storage_error(errno.EIO, path):
+        tensorferry.write(path, b"new", atomic=True, sync=True)
+    faultfs.clear()
+    assert [entry.name for entry in faultfs.path.iterdir()] == ["file"] * has_old
+    tensorferry.write(path, b"newer", atomic=True)
+    assert path.read_bytes() == b"newer"

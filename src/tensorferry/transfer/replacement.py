@@ -243,7 +243,9 @@ class Target(Owned, abc.ABC):
 
     def _abandon(self) -> None:
         if self._is_open and not self.is_parents:
-            self._abort()
+            # The file is discarded: only the error for which it is discarded matters.
+            with contextlib.suppress(OSError):
+                self._abort()
 
 
 class Replacement(Target):
