@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
@@ -13,13 +14,12 @@ import pytest
 
 import tensorferry
 from tensorferry.transfer import publication, replacement
-from tests.support import child
+from tests.support import child, mounts
+from tests.support.faultfs import Fault, FaultFS
 from tests.support.interrupts import At
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.support.faultfs import FaultFS
 
 OLD, NEW = b"old" * 30_000, b"new" * 40_000
 SOURCES = (replacement.__file__, publication.__file__)
@@ -212,3 +212,20 @@ def test_another_users_file_in_a_sticky_directory_stays(open_directory: pathlib.
     assert child.call(program, folder=open_directory).result == [left.name]
     assert (open_directory / "39").stat().st_uid == 65534
     assert replace_beside(str(open_directory / ".")) == []
+
+
+@pytest.mark.usefixtures("faultfs")  # skips the test where there is no FUSE
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mount_is_not_taken_for_an_earlier_one_with_its_device_number(
+    tmp_path: pathlib.Path, way: str
+) -> None:
+    """An open file can be renamed on the first one, and not on the second one."""
+    with mounts.tmpfs(tmp_path / "tmpfs", 1 << 20) as root:
+        WAYS[way](root / "file")
+        number = root.stat().st_dev
+    with FaultFS(tmp_path) as second:
+        print(f"device {number}, then {second.path.stat().st_dev}")  # usually the same
+        second.order(Fault("rename_open", error=errno.EBUSY))
+        WAYS[way](second.path / "file")
+        assert (second.path / "file").read_bytes() == NEW
+        assert not left_in(second.path)
