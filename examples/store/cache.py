@@ -107,7 +107,8 @@ async def run(arguments: argparse.Namespace, directory: str) -> None:
     total = arguments.tensors * arguments.nbytes
     with TensorStore(directory) as store:
         # Allocate the space now, to report a full disk before the work begins.
-        store.reserve(total, in_flight_nbytes=0)
+        names = [f"activation {number}" for number in range(arguments.tensors)]
+        store.reserve(dict.fromkeys(names, arguments.nbytes), in_flight_nbytes=0)
         cache = Cache(store, arguments.memory_nbytes)
         for number in range(arguments.tensors):
             await cache.put(f"activation {number}", activation(number, arguments.nbytes))
@@ -117,9 +118,7 @@ async def run(arguments: argparse.Namespace, directory: str) -> None:
     share = cache.hits / (cache.hits + cache.misses)
     print(f"{total / 1e6:.0f} MB of tensors, {arguments.memory_nbytes / 1e6:.0f} MB of memory")
     print(f"{share:.0%} of {arguments.tasks * arguments.requests} requests were served from memory")
-    print(
-        f"{stats['written_nbytes'] / 1e6:.0f} MB written, {stats['read_nbytes'] / 1e6:.0f} MB read"
-    )
+    print(f"{stats['directories'][0]['used_nbytes'] / 1e6:.0f} MB on the drive")
 
 
 def main() -> None:

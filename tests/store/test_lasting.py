@@ -108,7 +108,7 @@ def test_a_snapshot_has_what_was_stored_and_keeps_it(tmp_path, store):
         for action in (
             lambda: old.write("a", b""),
             lambda: old.delete("t0"),
-            lambda: old.reserve(1),
+            lambda: old.reserve({"a": 1}),
             lambda: old.snapshot(tmp_path / "other"),
             old.commit,
             old.go_back,
@@ -120,13 +120,12 @@ def test_a_snapshot_has_what_was_stored_and_keeps_it(tmp_path, store):
 
 
 def test_a_snapshot_links_large_tensors_and_has_no_more_than_was_stored(tmp_path, store):
-    store.reserve(40 << 20)
+    store.reserve({"a": 40 << 20})
     store.write("a", pattern(3 << 20)).result()
     store.write("b", pattern(SMALL)).result()
     before = stats_of(store)["reserved_nbytes"]
     store.snapshot(tmp_path / "snap")
     assert used(tmp_path / "snap") <= (3 << 20) + (1 << 20) + 65536
-    assert store.stats()["moved_nbytes"] == SMALL
     # What the snapshot has is reserved again, and its space is freed with its directory.
     assert stats_of(store)["reserved_nbytes"] >= before
     store.write("a", pattern(3 << 20, 1)).result()
