@@ -107,8 +107,7 @@ async def run(arguments: argparse.Namespace, directory: str) -> None:
     total = arguments.tensors * arguments.nbytes
     with TensorStore(directory) as store:
         # Allocate the space now, to report a full disk before the work begins.
-        names = [f"activation {number}" for number in range(arguments.tensors)]
-        store.reserve(dict.fromkeys(names, arguments.nbytes), in_flight_nbytes=0)
+        store.reserve(total, in_flight_nbytes=0)
         cache = Cache(store, arguments.memory_nbytes)
         for number in range(arguments.tensors):
             await cache.put(f"activation {number}", activation(number, arguments.nbytes))

@@ -139,7 +139,10 @@ class Life:
 
     def reserve(self) -> None:
         sizes = {f"t{n}": int(self.rng.choice(SIZES)) for n in range(4)}
-        self.store.reserve(sizes, in_flight_nbytes=1 << 20 if self.count % 2 else None)
+        if self.count % 2:
+            self.store.reserve(sum(sizes.values()), in_flight_nbytes=1 << 20)
+        else:
+            self.store.reserve(sizes)
 
     def snapshot(self) -> None:
         record, path = b"%d" % self.count, self.root / f"snapshot{self.count:010}"

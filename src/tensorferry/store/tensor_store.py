@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import Priority
     from tensorferry.transfer.futures import Future
 
+# The files that reserve() makes for tensors of unknown sizes.
+_UNKNOWN_NBYTES = 64 << 20
 # By default, reserve() makes space for tensors of this total size that are being rewritten.
 _IN_FLIGHT_NBYTES = 128 << 20
 _SYNCED_AT_ONCE = 64  # files
@@ -444,13 +446,16 @@ class TensorStore(Owned):
 
     # Space
 
-    def reserve(self, sizes: Mapping[str, int], *, in_flight_nbytes: int | None = None) -> None:
+    def reserve(
+        self, nbytes: int | Mapping[str, int], *, in_flight_nbytes: int | None = None
+    ) -> None:
         """Allocate space in advance, which reports a full disk now instead of at a later write.
 
         Parameters
         ----------
-        sizes : mapping of str to int
-            The size of each tensor in bytes, by its name.
+        nbytes : int, or mapping of str to int
+            The size of each tensor by its name; or the total size, if the sizes are not known. Its space is then in
+            files that are removed when tensors of other sizes need it.
         in_flight_nbytes : int, optional
             The maximum size of the tensors that are being rewritten at the same time, where old and new versions both
             need space. By default 128 MiB. The largest tensors get it first, and each of them for a whole version.
@@ -461,16 +466,22 @@ class TensorStore(Owned):
             The disk does not have enough space (ENOSPC). The reserved space is unchanged.
         """
         self._enter(writing=True)
-        if not isinstance(sizes, Mapping):
-            raise TypeError(
-                f"sizes: {type(sizes).__name__} is not a mapping (remedy: pass the size of each tensor by its name)"
-            )
-        sizes = {name: integer(size, f"sizes[{name!r}]", 0) for name, size in sizes.items()}
+        sizes: dict[str | int, int] = {}
+        if isinstance(nbytes, Mapping):
+            sizes |= {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
+        else:
+            total = integer(nbytes, "nbytes", 0)
+            with self._lock:
+                total -= sum(directory.count()[0] for directory in self._directories)
+            step = max(_UNKNOWN_NBYTES, total >> 8)
+            sizes |= {at: min(step, total - at) for at in range(0, total, step)}
         left = _IN_FLIGHT_NBYTES if in_flight_nbytes is None else in_flight_nbytes
         left = integer(left, "in_flight_nbytes", 0)
         with self._lock:
             self._sweep()
-            stored = {name: version.info.nbytes for name, version in self._names.items()}
+            stored: dict[str | int, int] = {
+                name: version.info.nbytes for name, version in self._names.items()
+            }
             wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
             for size in sorted(sizes.values(), reverse=True):
                 if left <= 0:
