@@ -117,9 +117,7 @@ async def run(arguments: argparse.Namespace, directory: str) -> None:
     share = cache.hits / (cache.hits + cache.misses)
     print(f"{total / 1e6:.0f} MB of tensors, {arguments.memory_nbytes / 1e6:.0f} MB of memory")
     print(f"{share:.0%} of {arguments.tasks * arguments.requests} requests were served from memory")
-    print(
-        f"{stats['written_nbytes'] / 1e6:.0f} MB written, {stats['read_nbytes'] / 1e6:.0f} MB read"
-    )
+    print(f"{stats['directories'][0]['used_nbytes'] / 1e6:.0f} MB on the drive")
 
 
 def main() -> None:

@@ -138,10 +138,11 @@ class Life:
             assert memoryview(view).cast("B") == wanted
 
     def reserve(self) -> None:
+        sizes = {f"t{n}": int(self.rng.choice(SIZES)) for n in range(4)}
         if self.count % 2:
-            self.store.reserve(int(self.rng.integers(8 << 20)), in_flight_nbytes=1 << 20)
+            self.store.reserve(sum(sizes.values()), in_flight_nbytes=1 << 20)
         else:
-            self.store.reserve({f"t{n}": int(self.rng.choice(SIZES)) for n in range(4)})
+            self.store.reserve(sizes)
 
     def snapshot(self) -> None:
         record, path = b"%d" % self.count, self.root / f"snapshot{self.count:010}"

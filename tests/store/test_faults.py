@@ -153,7 +153,7 @@ def test_a_full_disk_is_found_when_space_is_reserved(faultfs, store):
     before = store.stats()["directories"][0]
     faultfs.order(Fault("fallocate", error=errno.ENOSPC))
     with pytest.raises(tensorferry.StorageError) as caught:
-        store.reserve(10 * SEGMENT)
+        store.reserve({"b": 10 * SEGMENT})
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(tensorferry.StorageError, match="tensor 'b'"):
         store.write("b", pattern(SEGMENT))

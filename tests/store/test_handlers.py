@@ -35,7 +35,7 @@ def work(store, path):
     read.result()
     future.result()
     store.commit(b"work")
-    store.reserve(80_000)
+    store.reserve({"a": 80_000})
     store.snapshot(path / "snap")
     store.delete("c")
     store.write("a", full(3, LARGE))
@@ -88,7 +88,7 @@ ACTIONS = {
     "commit": lambda store, path: (store.write("h", full(9, 20_000)), store.commit(b"h")),
     "snapshot": lambda store, path: store.snapshot(path / "handled"),
     "delete": lambda store, path: store.delete("b"),
-    "stats": lambda store, path: (store.stats(), store.reserve(100_000)),
+    "stats": lambda store, path: (store.stats(), store.reserve({"a": 100_000})),
 }
 
 

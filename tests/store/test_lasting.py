@@ -1,9 +1,13 @@
 """Data that outlive a store or a later write: mappings, snapshots, commits."""
 
+import contextlib
 import errno
+import itertools
 import mmap
 import os
+import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,9 +23,11 @@ from tests.store.data import LARGE, SMALL, assert_has, fill, full, pattern
 from tests.support import leaks, mounts
 from tests.support.data import long_name
 from tests.support.faultfs import Fault
+from tests.support.interrupts import At
 from tests.support.optional import torch
 
 PAGE = mmap.PAGESIZE
+SOURCES = str(pathlib.Path(tensorferry.store.__file__).parent)
 
 
 def used(path):
@@ -108,7 +114,7 @@ def test_a_snapshot_has_what_was_stored_and_keeps_it(tmp_path, store):
         for action in (
             lambda: old.write("a", b""),
             lambda: old.delete("t0"),
-            lambda: old.reserve(1),
+            lambda: old.reserve({"a": 1}),
             lambda: old.snapshot(tmp_path / "other"),
             old.commit,
             old.go_back,
@@ -120,13 +126,12 @@ def test_a_snapshot_has_what_was_stored_and_keeps_it(tmp_path, store):
 
 
 def test_a_snapshot_links_large_tensors_and_has_no_more_than_was_stored(tmp_path, store):
-    store.reserve(40 << 20)
+    store.reserve({"a": 40 << 20})
     store.write("a", pattern(3 << 20)).result()
     store.write("b", pattern(SMALL)).result()
     before = stats_of(store)["reserved_nbytes"]
     store.snapshot(tmp_path / "snap")
     assert used(tmp_path / "snap") <= (3 << 20) + (1 << 20) + 65536
-    assert store.stats()["moved_nbytes"] == SMALL
     # What the snapshot has is reserved again, and its space is freed with its directory.
     assert stats_of(store)["reserved_nbytes"] >= before
     store.write("a", pattern(3 << 20, 1)).result()
@@ -383,6 +388,35 @@ def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
     assert len(segments_in(path)) == 3
 
 
+def test_a_commit_that_is_killed_anywhere_leaves_one_that_cannot_be_dropped(tmp_path):
+    """Nor by the next store, which finds the files of a commit that has just begun, or has nearly ended."""
+    last = None
+    for number in itertools.count(1, 40):
+        path = tmp_path / str(number)
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                store = TensorStore(path, temporary=False)
+                commit_number(store, 1, sync=True)
+                for name in range(3):
+                    store.write(str(name), pattern(LARGE, 20 + name)).result()
+                with At(number, SOURCES, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                    store.commit(b"2", sync=True, keep_previous=True)
+                os._exit(0)
+            os._exit(1)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended in (0, -signal.SIGKILL)
+        with TensorStore.open(path) as old:
+            last = old.record
+        with TensorStore(path, temporary=False) as store:
+            store.drop_previous()
+        assert_has_commit(path, last)
+        assert len(segments_in(path)) == 3
+        shutil.rmtree(path)
+        if ended == 0:
+            break
+    assert last == b"2"
+
+
 def test_the_only_commit_can_neither_be_dropped_nor_undone(tmp_path):
     path = tmp_path / "s"
     with TensorStore(path, temporary=False) as store:
@@ -507,6 +541,22 @@ def test_a_commit_is_possible_when_no_descriptor_is_left(tmp_path):
     with TensorStore.open(tmp_path / "s") as old:
         assert (old.read("large").result() == 1).all()
         assert (old.read("small").result() == 1).all()
+
+
+def test_a_store_leaves_descriptors_for_its_own_commit(tmp_path):
+    """However many large tensors are in flight, each in a file of its own."""
+    code = f"""
+        import resource, numpy
+        from tensorferry.store import TensorStore
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        with TensorStore({os.fspath(tmp_path / "s")!r}, temporary=False) as store:
+            futures = [store.write(str(at), numpy.ones(300_000, "u1")) for at in range(100)]
+            store.commit(b"1", sync=True)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
+    with TensorStore.open(tmp_path / "s") as old:
+        assert len(old) == 100
+        assert all((old.read(name).result() == 1).all() for name in old)
 
 
 NAMES = ["", "\udc80", "\ud83d\ude00", "\U0001f600", "a\0b", '"\\\n', "ü" * 3000]

@@ -267,8 +267,8 @@ class StoreDirectory:
                 self.folder.unlink(name)
             raise
 
-    def grow(self, nbytes: int, ahead_nbytes: int, *, keep: bool) -> Piece:
-        """Make a file for a piece, or extend a shared one: for pieces of a known total, or in steps.
+    def grow(self, nbytes: int, *, keep: bool) -> Piece:
+        """Make a file for a piece, or extend a shared one in steps.
 
         If the disk is full, free files are removed, unless the caller wants to ``keep`` them.
 
@@ -292,7 +292,7 @@ class StoreDirectory:
                         segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
                     step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
                     try:
-                        step = 0 if alone else ahead_nbytes or step
+                        step = 0 if alone else step
                         self._extend(segment, nbytes, step, keep)
                     except BaseException:
                         if not segment.extents and segment is not self._shared:
@@ -409,7 +409,7 @@ class StoreDirectory:
         due = max(reserved, self.earlier_nbytes - self.changed_nbytes, 0) + _KEPT_NBYTES
         excess = self.free_nbytes - due
         if excess > 0 or self._has_empty:
-            self.shrink(excess)
+            self.shrink(excess, max(reserved, 0))
         excess = self.shared_free_nbytes - due
         if excess <= 0:
             return []
@@ -424,39 +424,30 @@ class StoreDirectory:
                 excess -= free[segment]
         return found
 
-    def shrink(self, nbytes: int) -> bool:
-        """Remove free segments, or cut one: those of the sizes that were freed the longest time ago.
+    def shrink(self, nbytes: int, kept_nbytes: int = 0) -> bool:
+        """Remove free segments of ``nbytes`` or slightly more: those of the sizes that were freed the longest time ago.
 
-        Return whether there were any.
+        ``kept_nbytes`` of free space remain. Return whether any were removed.
         """
-        cuts: list[tuple[Piece, int]] = []  # with the size that is left of each piece
+        found = False
         with self._lock:
             self.reclaim()
             for size in [one for one in self._free if one >= LARGE_NBYTES]:
-                alone = [piece for piece in self._free[size] if piece.segment.alone]
-                for piece in alone[: max(-(-nbytes // size), 0)]:
-                    cuts.append((piece, max(size - self.rounded(nbytes), 0)))
-                    nbytes -= size
-            cut = {piece for piece, _ in cuts}
-            for size in {piece.nbytes for piece in cut}:
-                self._free[size] = [piece for piece in self._free[size] if piece not in cut]
-        for piece, left in cuts:
-            self._count_free(piece, -1)
-            if left:
-                piece.segment.open().truncate(left)
-            with self._lock:
-                if left:
-                    self._add_free(Piece(piece.segment, 0, left))
-                    piece.segment.nbytes = piece.segment.end = left
-                else:
+                count = max(min(-(-nbytes // size), (self.free_nbytes - kept_nbytes) // size), 0)
+                alone = [piece for piece in self._free[size] if piece.segment.alone][:count]
+                due = set(alone)
+                self._free[size] = [piece for piece in self._free[size] if piece not in due]
+                nbytes -= size * len(alone)
+                for piece in alone:
+                    self._count_free(piece, -1)
                     del piece.segment.extents[0]
-                    self._has_empty = True
+                    found = self._has_empty = True
         if self._has_empty:
             self._has_empty = False
             for segment in list(self.segments):
                 if not segment.extents and segment is not self._shared:
                     self._remove(segment)
-        return bool(cuts)
+        return found
 
     def close(self, *, remove: bool = False) -> StorageError | None:
         """Close all files, and remove those with names if ``remove`` is set. Return the first error."""

@@ -23,7 +23,7 @@ from tensorferry.store import manifest as manifests
 from tensorferry.store import transfers
 from tensorferry.store.commits import Commits, Contents, KeptTensor, not_found
 from tensorferry.store.folder import Folder
-from tensorferry.store.segments import LARGE_NBYTES, NO_SPACE, Piece, Segment, StoreDirectory
+from tensorferry.store.segments import NO_SPACE, Piece, Segment, StoreDirectory
 from tensorferry.store.snapshots import link, unfinished
 from tensorferry.store.tensors import TensorInfo, info_of, new_array, resolved
 from tensorferry.store.transfers import CHUNK_NBYTES, Read, StoreFuture, TensorVersion
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tensorferry.transfer.files import Priority
     from tensorferry.transfer.futures import Future
 
-# The pieces that reserve() makes for tensors of unknown sizes.
+# The files that reserve() makes for tensors of unknown sizes.
 _UNKNOWN_NBYTES = 64 << 20
 # By default, reserve() makes space for tensors of this total size that are being rewritten.
 _IN_FLIGHT_NBYTES = 128 << 20
@@ -192,7 +192,6 @@ class TensorStore(Owned):
         self._reading: dict[Read, None] = {}
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
-        self._written_nbytes = self._read_nbytes = self._moved_nbytes = 0
         self._folders: list[Folder] = []
         self._directories: list[StoreDirectory] = []
         self._made_in: list[pathlib.Path] = []  # directories with new names that may not be durable
@@ -315,7 +314,6 @@ class TensorStore(Owned):
             version.previous = self._names.get(name)
             self._writing[version] = name
             self._names[name] = version
-            self._written_nbytes += memory[1]
         future._is_about(True, name, 0, memory[1])
         self._tidy()
         return future
@@ -363,7 +361,6 @@ class TensorStore(Owned):
         with self._lock:
             self._check_open()
             self._reading[read] = None
-            self._read_nbytes += memory[1]
         read.begin_after_write()
         future._start(read, read.check_memory)
         future._is_about(False, name, 0, memory[1])
@@ -423,14 +420,10 @@ class TensorStore(Owned):
         self,
         nbytes: int,
         directories: Sequence[StoreDirectory],
-        ahead_nbytes: int = 0,
         *,
         new: bool = False,
     ) -> Piece:
-        """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock.
-
-        ``ahead_nbytes`` is the total of the pieces that the caller is about to allocate.
-        """
+        """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock."""
         with self._lock:
             self._sweep_sometimes()
             order = sorted(directories, key=lambda one: one.load(nbytes))
@@ -446,9 +439,7 @@ class TensorStore(Owned):
         failures = []
         for directory in order:
             try:
-                share = ahead_nbytes * directory.weight / sum(one.weight for one in directories)
-                share = directory.rounded(int(share))
-                return directory.grow(directory.rounded(nbytes), share, keep=new)
+                return directory.grow(directory.rounded(nbytes), keep=new)
             except StorageError as error:
                 failures.append(error)
         raise failures[0]
@@ -463,11 +454,11 @@ class TensorStore(Owned):
         Parameters
         ----------
         nbytes : int, or mapping of str to int
-            The total size of all tensors, including those that are already stored; or, more precisely, the size of each
-            tensor by its name.
+            The size of each tensor by its name; or the total size, if the sizes are not known. Its space is then in
+            files that are removed when tensors of other sizes need it.
         in_flight_nbytes : int, optional
             The maximum size of the tensors that are being rewritten at the same time, where old and new versions both
-            need space. By default 128 MiB, or the size of the largest tensor if that is larger.
+            need space. By default 128 MiB. The largest tensors get it first, and each of them for a whole version.
 
         Raises
         ------
@@ -475,28 +466,31 @@ class TensorStore(Owned):
             The disk does not have enough space (ENOSPC). The reserved space is unchanged.
         """
         self._enter(writing=True)
-        sizes = nbytes if isinstance(nbytes, Mapping) else {"": nbytes}
-        sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in sizes.items()}
-        total = sum(sizes.values())
-        if in_flight_nbytes is None:
-            largest = max(sizes.values(), default=0) if isinstance(nbytes, Mapping) else 0
-            in_flight_nbytes = min(total, max(_IN_FLIGHT_NBYTES, largest))
-        left = integer(in_flight_nbytes, "in_flight_nbytes", 0)
+        sizes: dict[str | int, int] = {}
+        if isinstance(nbytes, Mapping):
+            sizes |= {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
+        else:
+            total = integer(nbytes, "nbytes", 0)
+            with self._lock:
+                total -= sum(directory.count()[0] for directory in self._directories)
+            step = max(_UNKNOWN_NBYTES, total >> 8)
+            sizes |= {at: min(step, total - at) for at in range(0, total, step)}
+        left = _IN_FLIGHT_NBYTES if in_flight_nbytes is None else in_flight_nbytes
+        left = integer(left, "in_flight_nbytes", 0)
         with self._lock:
             self._sweep()
-            used = sum(directory.count()[0] for directory in self._directories)
-            if isinstance(nbytes, Mapping):
-                stored = {name: version.info.nbytes for name, version in self._names.items()}
-                wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
-                for size in itertools.cycle(sorted(filter(None, sizes.values()), reverse=True)):
-                    if left <= 0:
-                        break
-                    wanted.append(size)
-                    left -= size
-            else:
-                wanted = _parts_of(total - used)
-            missing = Counter(map(self._directories[0].rounded, wanted + _parts_of(left)))
+            stored: dict[str | int, int] = {
+                name: version.info.nbytes for name, version in self._names.items()
+            }
+            wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
+            for size in sorted(sizes.values(), reverse=True):
+                if left <= 0:
+                    break
+                wanted.append(size)
+                left -= size
+            missing = Counter(map(self._directories[0].rounded, wanted))
             for directory in self._directories:
+                directory.reclaim()
                 missing -= directory.free_sizes()
         self._fill(missing, reserve=True)
 
@@ -505,12 +499,8 @@ class TensorStore(Owned):
         pieces: list[Piece] = []
         changed = [directory.changed_nbytes for directory in self._directories]
         try:
-            for small in (False, True):
-                part = [size for size in sizes.elements() if (size < LARGE_NBYTES) is small]
-                left = sum(part)
-                for size in sorted(part, reverse=True):
-                    pieces.append(self._allocate(size, self._directories, left, new=True))
-                    left -= size
+            for size in sorted(sizes.elements(), reverse=True):
+                pieces.append(self._allocate(size, self._directories, new=True))
             with self._lock:
                 for directory in self._directories:
                     directory.count()
@@ -675,15 +665,11 @@ class TensorStore(Owned):
         self, tensors: Mapping[str, KeptTensor], directories: Sequence[StoreDirectory]
     ) -> dict[str, Piece]:
         """Copy tensors to new pieces, and compare their checksums."""
-        total = sum(kept.piece.nbytes for kept in tensors.values())
         pieces: dict[str, Piece] = {}
         items: dict[Segment, list[tuple[str, KeptTensor, Piece]]] = {}
         for name, kept in sorted(tensors.items(), key=lambda one: one[1].piece.offset):
-            nbytes = kept.info.nbytes
-            pieces[name] = self._allocate(nbytes, directories, total)
+            pieces[name] = self._allocate(kept.info.nbytes, directories)
             items.setdefault(kept.piece.segment, []).append((name, kept, pieces[name]))
-            total -= pieces[name].nbytes
-            self._moved_nbytes += nbytes
         for each in items.values():
             transfers.copy_pieces(each, self._chunk_nbytes)
         return pieces
@@ -878,11 +864,9 @@ class TensorStore(Owned):
             raise first_error(failures, "writes")
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of transfers, and the space of each directory.
+        """Return the number of tensors and of transfers in progress, and the space of each directory.
 
-        ``written_nbytes`` and ``read_nbytes`` count the bytes of requested transfers, ``moved_nbytes`` the bytes that
-        the store has copied itself, and ``in_flight`` the transfers in progress. ``workers`` has the counters of the
-        worker threads, as in :meth:`tensorferry.File.stats`.
+        ``workers`` has the counters of the worker threads, as in :meth:`tensorferry.File.stats`.
         """
         self._enter()
         self._tidy()
@@ -892,9 +876,6 @@ class TensorStore(Owned):
             return {
                 "tensors": len(self._names),
                 "in_flight": len(self._writing) + len(self._reading),
-                "written_nbytes": self._written_nbytes,
-                "read_nbytes": self._read_nbytes,
-                "moved_nbytes": self._moved_nbytes,
                 "directories": [directory.stats() for directory in self._directories],
                 "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
             }
@@ -1075,12 +1056,6 @@ def _names_of(run: str) -> Callable[[], str]:
     """Return a function that returns new names of segments."""
     count = itertools.count()
     return lambda: f"tensorferry-store-{run}-{next(count)}.segment"
-
-
-def _parts_of(nbytes: int) -> list[int]:
-    """Return the sizes of pieces with this total, which are not too many."""
-    step = max(_UNKNOWN_NBYTES, nbytes >> 8)
-    return [min(step, nbytes - at) for at in range(0, nbytes, step)]
 
 
 def _close_all(descriptors: list[int]) -> None:
