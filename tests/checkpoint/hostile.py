@@ -128,6 +128,9 @@ CODES: dict[str, bytes] = {
     "names that are none": b"K\1K\2\x93",
     "bytes that are not there": b"\x8e" + struct.pack("<Q", 1 << 60),
     "text that is not there": b"\x8d" + struct.pack("<Q", 1 << 60),
+    "a number of an object": b"K\0r\xff\xff\xff\x7f",
+    "a number of an object as text": b"K\0p2147483647\n",
+    "a byte array that is not there": b"\x96" + struct.pack("<Q", 1 << 40),
     "bytes by number": name_of("builtins", "bytearray") + b"J\0\0\0\x7f\x85R",
     "bytes by number in Python 2": name_of("__builtin__", "bytes") + b"J\0\0\0\x7f\x85R",
     "a huge array": name_of("numpy.core.multiarray", "scalar")

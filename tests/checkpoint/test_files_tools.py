@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import zipfile
@@ -202,6 +203,23 @@ def test_what_stands_behind_the_end_is_told(directory: pathlib.Path) -> None:
         stream.write(b"more")
     (problem,) = verify(path).problems
     assert "there are 4 bytes after its end" in str(problem)
+
+
+def test_records_behind_the_directory_are_damage(directory: pathlib.Path) -> None:
+    """Their sizes need no bytes in the file, and would be read in endless pieces."""
+    body = zips.pack_header(b"a/data.pkl", 5, 0, 0)
+    entry = zips.pack_entry(b"a/data.pkl", 1 << 60, 0, 0)
+    far = zips.pack_entry(b"a/version", 1, 0, 0)
+    wide = zips.ENTRY.unpack(far[: zips.ENTRY.size])
+    extra = struct.pack("<2HQ", 1, 8, (1 << 60) + len(body))
+    far = zips.ENTRY.pack(*wide[:11], len(extra), *wide[12:16], zips.MAX_32) + b"a/version" + extra
+    body = body[:18] + b"\xff" * 8 + body[26:]
+    directory_bytes = entry + far
+    path = directory / "far.pt"
+    path.write_bytes(body + directory_bytes + zips.pack_ends(2, len(body), len(directory_bytes)))
+    assert not verify(path).sound
+    with pytest.raises(CheckpointError):
+        entries(path)
 
 
 def test_files_without_checksums_are_said_to_have_none(directory: pathlib.Path) -> None:

@@ -128,8 +128,7 @@ def test_a_barrier_reports_writes_that_failed_before_it(faultfs, offloaded):
     whole(wanted, params, memory, drive, gradients)
 
 
-@pytest.mark.parametrize("skip", [0, 2])
-def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded, skip):
+def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded):
     wanted, params = parameters(), parameters()
     memory = Averaging(wanted)
     drive = offloaded(Averaging(params), SMALL, path=faultfs.path, kind="elementwise")
@@ -138,7 +137,7 @@ def test_a_failed_eval_is_finished_by_retry_without_gradients(faultfs, offloaded
     for param in (*wanted, *params):
         param.grad = None
     memory.eval()
-    faultfs.order(Fault("read", error=errno.EIO, skip=skip))
+    faultfs.order(Fault("read", error=errno.EIO))
     with pytest.raises(OffloadError):
         drive.eval()
     faultfs.clear()

@@ -333,6 +333,7 @@ def check_files(paths: list[pathlib.Path], *, temporary: bool) -> None:
                 TensorStore.open(paths, previous=previous) as old,
             ):
                 needed |= {one.name for each in old._directories for one in each.segments}
-    found = {each.name for path in paths for each in path.iterdir()}
+    # A life may have been killed before it had made its directories.
+    found = {each.name for path in paths if path.exists() for each in path.iterdir()}
     allowed: tuple[str, ...] = () if temporary else (".tensorferry-store.lock", ".json")
     assert {each for each in found if not each.endswith(allowed)} == needed

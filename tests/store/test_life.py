@@ -120,7 +120,7 @@ def test_killed_lives(tmp_path, seed):
         commits |= {record: sums for _, what, record, sums in entries if what == "commit"}
         last = check_what_is_left(paths, entries, commits, last)
         check_files(paths, temporary=kind["temporary"])
-    assert not kind["temporary"] or not any(list(path.iterdir()) for path in paths)
+    assert not kind["temporary"] or not any(path.exists() and any(path.iterdir()) for path in paths)
 
 
 def check_what_is_left(paths, entries, commits, before):

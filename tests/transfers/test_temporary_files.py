@@ -14,15 +14,13 @@ import pytest
 
 import tensorferry
 from tensorferry.transfer import publication, replacement
-from tests.support import child
+from tests.support import child, mounts
 from tests.support.expect import storage_error
-from tests.support.faultfs import Fault
+from tests.support.faultfs import Fault, FaultFS
 from tests.support.interrupts import At
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.support.faultfs import FaultFS
 
 OLD, NEW = b"old" * 30_000, b"new" * 40_000
 SOURCES = (replacement.__file__, publication.__file__)
@@ -234,3 +232,20 @@ def test_the_error_of_a_replacement_is_not_that_of_closing_what_is_discarded(
     assert [entry.name for entry in faultfs.path.iterdir()] == ["file"] * has_old
     tensorferry.write(path, b"newer", atomic=True)
     assert path.read_bytes() == b"newer"
+
+
+@pytest.mark.usefixtures("faultfs")  # skips the test where there is no FUSE
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mount_is_not_taken_for_an_earlier_one_with_its_device_number(
+    tmp_path: pathlib.Path, way: str
+) -> None:
+    """An open file can be renamed on the first one, and not on the second one."""
+    with mounts.tmpfs(tmp_path / "tmpfs", 1 << 20) as root:
+        WAYS[way](root / "file")
+        number = root.stat().st_dev
+    with FaultFS(tmp_path) as second:
+        print(f"device {number}, then {second.path.stat().st_dev}")  # usually the same
+        second.order(Fault("rename_open", error=errno.EBUSY))
+        WAYS[way](second.path / "file")
+        assert (second.path / "file").read_bytes() == NEW
+        assert not left_in(second.path)

@@ -34,6 +34,8 @@ class Arena:
         The range has ``nbytes`` rounded up to whole pages. With ``stays``, it is a lasting range.
         """
         nbytes = round_to_pages(nbytes)
+        if not nbytes:
+            return 0
         order = range(len(self._free) - 1, -1, -1) if stays else range(len(self._free))
         for index in order:
             begin, end = self._free[index]

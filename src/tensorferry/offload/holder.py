@@ -1,14 +1,15 @@
 """Items of which some are in memory: read ahead of their use, kept while they are used, and written when they change.
 
-An *item* is the slab of a training or a streamed weight (``slabs.py``). Items are used in an order that repeats, and
-the last repetition predicts the next one (``scan.py``). All memory is one arena, allocated once. Some items stay in it.
-If memory is needed, the other item with the furthest next use leaves (Belady's rule); one with changes is written
-first.
+An *item* is a bucket of optimizer state (``plan.py``), the slab of a training, or a streamed weight (``slabs.py``).
+Items are used in an order that repeats: the last repetition predicts the next one (``scan.py``). All memory is one
+arena, allocated once. Some items stay in it. If memory is needed, the other item with the furthest next use leaves
+(Belady's rule); one with changes is written first.
 
 An item is *used* while any other tensor shares its memory: a parameter, a tensor that autograd has saved for the
 backward pass, or a view that a module, a hook or a closure keeps. The reference count of the item's storage shows that.
 An item that is used does not leave memory. So a tensor never reads or changes the bytes of another item, however long
-it lives, and there is nothing to release: an item may leave memory when its last tensor is gone.
+it lives, and there is nothing to release: an item may leave memory when its last tensor is gone. Buckets are different:
+only the optimizer's step gets views of them, which says when it has ended.
 
 Signal handlers run in the main thread and may raise between any two lines. A transfer that has begun must be known,
 because its memory may not be reused before it ends. Therefore changes of places and transfers are made under ``guard``.
@@ -37,12 +38,18 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterable, Sequence
 
+    from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
-# Seconds of waiting for a transfer until the next check for interrupts.
+# Seconds of waiting for a transfer until the next check for interrupts, and until the next check whether another write
+# has freed memory for a read.
 _SLICE_SECONDS = 0.5
+_SHORT_SECONDS = 0.002
 # Reads that may always be in flight: the drive has one to begin when another ends.
 _MIN_IN_FLIGHT = 2
+# The bytes of items that leave memory at the same time, each after a write: at most a half of the arena, because reads
+# need memory, too.
+_LEAVING_NBYTES = 64 << 20
 
 
 class _Place:
@@ -137,6 +144,21 @@ class Counters:
     unexpected: int = 0  # uses that were not expected
 
 
+class StoredItem(Item):
+    """An item that is a tensor in a store."""
+
+    store: TensorStore
+    name: str
+
+    def read(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
+        """Begin to read the item."""
+        return [self.store.read(self.name, memory)]
+
+    def write(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
+        """Begin to write the item."""
+        return [self.store.write(self.name, memory)]
+
+
 class Holder:
     """Items, some of them in memory. Its methods may be called by any thread.
 
@@ -149,7 +171,7 @@ class Holder:
     order : Order
         The expected order of uses, by number.
     together : sequence of sequences of Item
-        Items that must be in memory at the same time.
+        For :meth:`choose`, items that must be in memory at the same time.
     guard : callable
         Returns a context manager that defers signals.
     ahead_nbytes : int, optional
@@ -161,7 +183,7 @@ class Holder:
         items: Sequence[Item],
         memory: torch.Tensor,
         order: scan.Order,
-        together: Sequence[Sequence[Item]],
+        together: Sequence[Sequence[Item]] = (),
         *,
         guard: Callable[[], contextlib.AbstractContextManager[Any]],
         ahead_nbytes: float = math.inf,
@@ -182,7 +204,7 @@ class Holder:
         self._moving: list[Item] = []  # in the order in which their transfers began
         self._needed: set[Item] = set()  # the items of the call in progress
         self._orphans: list[_Place] = []  # places that items have left and that are still used
-        self.choose()
+        self._max_leaving_nbytes = min(_LEAVING_NBYTES, self.nbytes // 2)
 
     @property
     def nbytes(self) -> int:
@@ -231,40 +253,40 @@ class Holder:
                     self._frontier = self._order.position
                 self._last, item.is_new = item, False
                 ready = ready and item.place is not None and not _blocks(item, change=change)
-            if not ready:
-                with self._guard():
-                    self._fetch(items, change=change)
-            held = [item.place.memory[:] for item in items if item.place is not None]
-            self.read_ahead()
-            return held
+            self._needed = set(items)
+            try:
+                if not ready:
+                    with self._guard():
+                        self._fetch(items, change=change)
+                held = [item.place.memory[:] for item in items if item.place is not None]
+                self.read_ahead()
+                return held
+            finally:
+                self._needed = set()
 
     def _fetch(self, items: Sequence[Item], *, change: bool) -> None:
         self._reap()
-        self._needed = set(items)
         begun_ahead = [item for item in items if item.moving and not item.writes]
         for item in items:
             item.keep = True
         try:
-            try:
-                self._place_all(items)
-            except MemoryBudgetError:
-                # The free memory may be in ranges that are too short. Collect views that are only in reference cycles,
-                # and place the items of this call anew.
-                gc.collect()
-                for item in items:
-                    self._vacate(item)
-                self._place_all(items)
-            self.read_ahead()
-            for item in begun_ahead:
-                self._await(item)
-            self._place_all(items)  # again where reading ahead has failed: the drive may work now
+            self._place_all(items)
+        except MemoryBudgetError:
+            # The free memory may be in ranges that are too short. Collect views that are only in reference cycles, and
+            # place the items of this call anew.
+            gc.collect()
             for item in items:
-                if _blocks(item, change=change):
-                    error = self._await(item)
-                    if error is not None and item.place is None:
-                        raise error
-        finally:
-            self._needed = set()
+                self._vacate(item)
+            self._place_all(items)
+        self.read_ahead()
+        for item in begun_ahead:
+            self._await(item)
+        self._place_all(items)  # again where reading ahead has failed: the drive may work now
+        for item in items:
+            if _blocks(item, change=change):
+                error = self._await(item)
+                if error is not None and item.place is None:
+                    raise error
 
     def _place_all(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -308,7 +330,7 @@ class Holder:
         used leaves memory, and this waits for writes.
         """
         place = _Place()
-        at_end = item.stays or item.lasts
+        at_end, tried = item.stays or item.lasts, set()
         while (at := self._arena.take(place, item.nbytes, stays=at_end)) is None:
             last = self._last_wanted()
             if ahead is not None and (last is None or self._distance(last) <= ahead):
@@ -316,15 +338,18 @@ class Holder:
             leaving = sum(each.nbytes for each in self._moving if each.writes and not each.keep)
             if last is not None and not last.dirty:
                 self._leave(last)
-            elif last is not None and leaving < item.nbytes:
+            elif last is not None and leaving < max(item.nbytes, self._max_leaving_nbytes):
+                # A write that has failed may succeed now, but it is repeated only for an item that is needed.
+                if last.failure is not None and (ahead is not None or last in tried):
+                    raise last.failure
+                tried.add(last)
                 self._write(last, keep=False)
             elif ahead is not None:
                 return False
             else:
                 self._await_another(item)
             self._reap()
-        place.set_range(self._memory[at : at + item.nbytes])
-        item.place = place
+        item.place = self._set_range(place, at, item.nbytes)
         if item.stored:
             try:
                 item.moving, item.writes = item.read(place.range), False
@@ -334,15 +359,37 @@ class Holder:
                 raise
         return True
 
+    def _set_range(self, place: _Place, at: int, nbytes: int) -> _Place:
+        place.set_range(self._memory[at : at + nbytes])
+        return place
+
+    def replace(self, item: Item, memory: torch.Tensor) -> None:
+        """Give an item other memory, because its size has changed.
+
+        If the arena has no free range of the new size, the item keeps this memory until it has been written.
+        """
+        self._leave(item)
+        place = _Place()
+        at = self._arena.take(place, memory.nbytes)
+        if at is None:
+            place.set_range(memory)
+        else:
+            self._set_range(place, at, memory.nbytes).range.copy_(memory)
+        item.place = place
+
     def _last_wanted(self) -> Item | None:
         """Return the item with the furthest next use among those that may leave memory, or None if none may."""
-        here = [
+        here = {
             item
             for item in self._items
             if item.place is not None and not item.moving and item not in self._needed
-        ]
-        here.sort(key=self._distance, reverse=True)
-        return next((item for item in here if not item.is_used), None)
+        }
+        while here:
+            last = max(here, key=self._distance)
+            if not last.is_used:
+                return last
+            here.remove(last)
+        return None
 
     def _distance(self, item: Item) -> float:
         """Return how many uses precede the next use of an item, as far as that is known; -1 if the item stays."""
@@ -356,10 +403,10 @@ class Holder:
 
     def _leave(self, item: Item) -> None:
         """Free an item's memory; tensors that use it keep it."""
-        place, item.place = item.place, None
+        place, is_used, item.place = item.place, item.is_used, None
         if place is None:
             return
-        if place.is_used:
+        if is_used:
             self._orphans.append(place)
         else:
             self._arena.give_back(place)
@@ -412,6 +459,12 @@ class Holder:
         with self.lock, self._guard():
             while self._moving:
                 self._await(self._moving[0])
+            self.check()
+
+    def check(self) -> None:
+        """Raise the failure of a write, if there is one."""
+        with self.lock, self._guard():
+            self._reap()
             for item in self._items:
                 if item.failure is not None:
                     raise item.failure
@@ -487,9 +540,12 @@ class Holder:
         began = None if all(each.done() for each in moving) else time.perf_counter()
         try:
             for each in moving:
-                while not _ended(each):
+                goes_on = item in self._needed and any(other.writes for other in self._moving)
+                while not _ended(each, _SHORT_SECONDS if goes_on else _SLICE_SECONDS):
                     if self.interrupted():
                         raise KeyboardInterrupt
+                    if goes_on:
+                        self.read_ahead()
         finally:
             if began is not None:
                 self.counters.waits += 1
@@ -516,9 +572,26 @@ def _blocks(item: Item, *, change: bool) -> bool:
     return bool(item.moving) and (change or not item.writes)
 
 
-def _ended(moving: Future[Any]) -> bool:
+def reserve(
+    store: TensorStore,
+    items: Iterable[StoredItem],
+    in_flight_nbytes: int,
+    *,
+    all_in_flight: bool,
+) -> None:
+    """Reserve space in a store for items, and for new versions of those that are rewritten at the same time.
+
+    These have ``in_flight_nbytes``; with ``all_in_flight``, all items have two versions.
+    """
+    wanted = {item.name: item.nbytes for item in items if item.nbytes}
+    total = sum(wanted.values())
+    in_flight = total if all_in_flight else min(total, in_flight_nbytes) or None
+    store.reserve(wanted, in_flight_nbytes=in_flight)
+
+
+def _ended(moving: Future[Any], within_seconds: float) -> bool:
     try:
-        moving.exception(_SLICE_SECONDS)
+        moving.exception(within_seconds)
     except TimeoutError:
         return False
     return True

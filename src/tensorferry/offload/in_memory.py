@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
+from tensorferry.offload.holder import Counters, reserve
 from tensorferry.offload.plan import MASTER, by_param, check_storable, local_of
-from tensorferry.offload.residency import BucketCounters, reserve
 from tensorferry.offload.states import (
     like_param,
     owned,
@@ -49,7 +49,7 @@ class StateInMemory:
         all_in_flight: bool,
     ) -> None:
         self.buckets: list[Bucket] = []
-        self.counters = BucketCounters()
+        self.counters = Counters()
         self._store = store
         self._lender = lender
         self._budget_nbytes = memory_budget_nbytes
@@ -75,7 +75,7 @@ class StateInMemory:
         reserve(self._store, buckets, 0, all_in_flight=self._all_in_flight)
         self.buckets += buckets
 
-    def order(self, _: Sweep) -> list[int]:
+    def order(self, _: Sweep) -> list[Bucket]:
         """Return the buckets of a sweep: none, because one call steps all parameters."""
         return []
 

@@ -1,8 +1,8 @@
 """The state of an offloaded optimizer on drives: buckets pass through a fixed amount of memory in each step.
 
 A *bucket* is one tensor in the store, with the state of some *units*, which are parameters or pieces of large ones
-(``plan.py``). The :class:`~tensorferry.offload.residency.Residency` reads buckets ahead of their use and writes stepped
-ones behind. If a GPU does the arithmetic, :class:`~tensorferry.offload.staging.Staging` copies them to it and back.
+(``plan.py``). The :class:`~tensorferry.offload.holder.Holder` reads buckets ahead of their use and writes stepped ones
+behind. If a GPU does the arithmetic, :class:`~tensorferry.offload.staging.Staging` copies them to it and back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry.offload.arena import round_to_pages
+from tensorferry.offload.holder import Counters, Holder, allocate, reserve
 from tensorferry.offload.plan import (
     MIN_BUCKETS,
     PAGE_NBYTES,
@@ -20,7 +21,7 @@ from tensorferry.offload.plan import (
     check_budget,
     check_storable,
 )
-from tensorferry.offload.residency import Residency
+from tensorferry.offload.scan import Order
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
     names_of_states,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from tensorferry.offload.loans import Lender
     from tensorferry.offload.plan import Bucket, Unit
-    from tensorferry.offload.residency import BucketCounters
     from tensorferry.offload.saved import Saved
     from tensorferry.offload.sweep import Sweep
     from tensorferry.store import TensorStore
@@ -95,29 +95,27 @@ class StateOnDrives:
         self._sizes: list[int] = []
         # With a device, three buckets must fit: one is copied to it, one is stepped there, and one is copied back.
         self._at_once = 1 if device is None else MIN_BUCKETS
-        self._residency = Residency(
-            store,
-            0,
-            all_in_flight=all_in_flight,
-            gpu=-1 if device is None or device.type != "cuda" else device.index or 0,
-        )
-        self._residency.interrupted = interrupted
+        self._all_in_flight = all_in_flight
+        self._interrupted = interrupted
+        #: Bytes moved, and seconds spent waiting.
+        self.counters = Counters()
+        self._holder: Holder | None = None
         self.add(buckets)
 
     @property
     def nbytes(self) -> int:
         """The memory for buckets, in bytes."""
-        return self._residency.nbytes
+        return self._holding.nbytes
+
+    @property
+    def _holding(self) -> Holder:
+        assert self._holder is not None
+        return self._holder
 
     @property
     def is_outgrown(self) -> bool:
         """Whether a step has created state that changed the sizes of buckets."""
         return [bucket.nbytes for bucket in self.buckets] != self._sizes
-
-    @property
-    def counters(self) -> BucketCounters:
-        """Bytes moved, and seconds spent waiting."""
-        return self._residency.counters
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets of further parameters, and reserve space for them.
@@ -127,21 +125,20 @@ class StateOnDrives:
         StorageError
             There is no space for them; nothing has changed.
         """
-        everything = [*self.buckets, *buckets]
-        self._fit(everything)
-        self._residency.add(buckets)
-        self.buckets = everything
+        for bucket in buckets:
+            bucket.store = self._store
+        self._fit([*self.buckets, *buckets])
 
     # Steps
 
-    def order(self, sweep: Sweep) -> list[int]:
+    def order(self, sweep: Sweep) -> list[Bucket]:
         """Return the buckets of a sweep in their order.
 
         The direction alternates from step to step: the last buckets of a step are still in memory, and the next step
         begins with them.
         """
         order = [
-            bucket.index
+            bucket
             for bucket in self.buckets
             if any(sweep.involves(unit.param) for unit in bucket.units)
         ]
@@ -166,9 +163,9 @@ class StateOnDrives:
         numel = max((unit.numel for bucket in self.buckets for unit in bucket.units), default=0)
         with self._threads.limited(numel) if self._few_threads else contextlib.nullcontext():
             try:
-                for index in left:
-                    bring(self.buckets[index])
-                    self._step_bucket(self.buckets[index], sweep, counters)
+                for bucket in left:
+                    bring(bucket)
+                    self._step_bucket(bucket, sweep, counters)
             finally:
                 self._release_staged()
             # If no parameter has a gradient, call the optimizer nevertheless: it may count the step in its groups.
@@ -182,7 +179,7 @@ class StateOnDrives:
         self._threads.note(seconds, waited_seconds)
 
     def _step_bucket(self, bucket: Bucket, sweep: Sweep, counters: list[torch.Tensor]) -> None:
-        memory = self._residency.acquire(bucket.index)
+        memory = self._hold(bucket)
         here = memory if self._staging is None else self._staging.load(memory)
         there = self._stepped(bucket, here, sweep, counters)
         sweep.broken = False
@@ -190,16 +187,30 @@ class StateOnDrives:
         sweep.note_gradients(unit.param for unit in bucket.units)
         if there is not here or self._staging is None:
             self._release_staged()
-            if there is not here:
-                self._residency.replace(bucket.index, there.to("cpu"))
-            self._residency.release(bucket.index, dirty=True)
+            self._release(bucket, None if there is here else there.to("cpu"))
             return
-        self._staging.store(bucket.index, here, memory)
+        self._staging.store(bucket, here, memory)
         self._release_staged(but=1)
 
     def _release_staged(self, *, but: int = 0) -> None:
-        for index in self._staging.stored(but=but) if self._staging is not None else ():
-            self._residency.release(index, dirty=True)
+        for bucket in self._staging.stored(but=but) if self._staging is not None else ():
+            self._release(bucket)
+
+    def _hold(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's bytes in memory, where they stay until :meth:`_release`."""
+        [memory] = self._holding.hold([bucket], change=True)
+        bucket.is_held = True
+        return memory
+
+    def _release(
+        self, bucket: Bucket, grown: torch.Tensor | None = None, *, dirty: bool = True
+    ) -> None:
+        """End the use of a bucket; ``grown`` is its memory if its layout has changed."""
+        bucket.is_held = False
+        if grown is not None:
+            self._holding.replace(bucket, grown)
+        bucket.dirty |= dirty
+        self._holding.read_ahead()
 
     def _stepped(
         self, bucket: Bucket, memory: torch.Tensor, sweep: Sweep, counters: list[torch.Tensor]
@@ -210,7 +221,7 @@ class StateOnDrives:
             for unit in bucket.units:
                 if sweep.involves(unit.param):
                     grad = sweep.lent_gradient(unit.param)
-                    master = None if unit.master is None else unit.view(unit.master, memory)
+                    master = None if unit.master is None else unit.master.view(memory)
                     loan = self._lender.lend(
                         unit.param, grad, unit=unit, master=master, known=unit.has_master
                     )
@@ -236,12 +247,11 @@ class StateOnDrives:
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return a bucket's bytes, in memory or read from the store."""
-        memory = self._residency.bytes_of(bucket.index)
-        if memory is None:
-            memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
-            self._residency.drain()
-            if bucket.nbytes:
-                self._store.read(bucket.name, memory).result()
+        if bucket.place is not None and (bucket.writes or not bucket.moving):
+            return bucket.place.memory
+        memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
+        if bucket.nbytes:
+            self._store.read(bucket.name, memory).result()
         return memory
 
     def read(self, param: torch.Tensor) -> dict[Any, Any]:
@@ -258,14 +268,14 @@ class StateOnDrives:
         """
         check_storable(state)
         buckets = [bucket for bucket, _ in by_param(self.buckets)[param]]
-        self._begin([bucket.index for bucket in buckets])
+        self._begin(buckets)
         for bucket in buckets:
             states = {unit: state or None for unit in bucket.units if unit.param is param}
-            self._put(bucket, states, dirty=True)
+            self._put(bucket, states)
 
     def fill(self, states: Callable[[torch.Tensor], Any]) -> None:
         """Set the state of each parameter to what ``states`` returns for it; None stands for no state."""
-        self._begin([bucket.index for bucket in self.buckets], fresh=True)
+        self._begin(self.buckets)
         last: tuple[Any, Any] = (None, None)  # pieces of a parameter follow each other
         for bucket in self.buckets:
             wanted = {}
@@ -273,22 +283,18 @@ class StateOnDrives:
                 if last[0] is not unit.param:
                     last = unit.param, states(unit.param) or None
                 wanted[unit] = last[1]
-            self._put(bucket, wanted, dirty=any(wanted.values()))
+            if any(wanted.values()):
+                self._put(bucket, wanted)
 
-    def _put(
-        self, bucket: Bucket, states: dict[Unit, dict[Any, Any] | None], *, dirty: bool
-    ) -> None:
-        memory = self._residency.acquire(bucket.index)
+    def _put(self, bucket: Bucket, states: dict[Unit, dict[Any, Any] | None]) -> None:
+        memory = there = self._hold(bucket)
         try:
-            there = put_states(
-                bucket, memory, {unit: share_of(unit, state) for unit, state in states.items()}
-            )
+            shares = {unit: share_of(unit, state) for unit, state in states.items()}
+            there = put_states(bucket, memory, shares)
             for unit, state in states.items():
                 put_master(unit, state, there)
-            if there is not memory:
-                self._residency.replace(bucket.index, there)
         finally:
-            self._residency.release(bucket.index, dirty=dirty)
+            self._release(bucket, None if there is memory else there)
 
     def load(self, saved: Saved) -> None:
         """Load the buckets of a checkpoint or commit, whose layout the buckets here have.
@@ -298,10 +304,10 @@ class StateOnDrives:
         StorageError
             A bucket is unreadable or damaged.
         """
-        self._begin([bucket.index for bucket in self.buckets], fresh=True)
+        self._begin(self.buckets)
         for bucket in self.buckets:
-            saved.read(bucket, self._residency.acquire(bucket.index))
-            self._residency.release(bucket.index, dirty=True)
+            saved.read(bucket, self._hold(bucket))
+            self._release(bucket)
 
     def flush(self) -> None:
         """Write all state to the store, and wait for the writes.
@@ -311,44 +317,55 @@ class StateOnDrives:
         StorageError
             A write failed; its bucket is still in memory.
         """
-        self._residency.flush()
+        self._holding.flush()
 
     def drain(self) -> None:
         """Wait for the writes in flight; raises like :meth:`flush`."""
-        self._residency.drain()
+        self._holding.drain()
 
     def check(self) -> None:
         """Raise the error of a write that has failed in the meantime."""
-        self._residency.check()
+        self._holding.check()
 
     def close(self, *, delete: bool = False) -> None:
         """Wait for transfers in flight, and release the memory; with ``delete``, also the space in the store."""
-        if delete:
-            self._residency.forget()
-        else:
-            self._residency.settle()
+        self._holding.settle()
+        self._holder = None
         for bucket in self.buckets:
-            for unit in bucket.units:
-                unit.forget_views()
+            bucket.place, bucket.failure = None, None
+            bucket.stored = bucket.dirty = bucket.is_held = False
+            if delete and bucket.name in self._store:
+                self._store.delete(bucket.name)
 
-    def _begin(self, order: Sequence[int], *, fresh: bool = False) -> None:
+    def _begin(self, order: Sequence[Bucket]) -> None:
+        """Begin to use buckets in an order, and after that in the opposite one."""
         self._fit(self.buckets)
-        self._residency.begin(order, fresh=fresh)
+        numbers = [bucket.number for bucket in order]
+        self._holding.expect(Order([*numbers, *reversed(numbers)]), begin=False)
 
-    def _fit(self, buckets: Sequence[Bucket]) -> None:
-        """Adapt the memory to the sizes of buckets, which steps may change.
+    def _fit(self, buckets: list[Bucket]) -> None:
+        """Adapt memory and space to buckets and their sizes, which steps may change.
 
         Raises
         ------
-        MemoryBudgetError
-            A bucket has become larger than the budget.
+        MemoryBudgetError, StorageError
+            A bucket has become larger than the budget, or there is no space; nothing has changed.
         """
         sizes = [bucket.nbytes for bucket in buckets]
-        if sizes == self._sizes:
+        if sizes == self._sizes and self._holder is not None:
             return
         check_budget(self._budget_nbytes, buckets, self._at_once, usual=False)
         total = sum(map(round_to_pages, sizes))
-        self._residency.resize(min(self._budget_nbytes // PAGE_NBYTES * PAGE_NBYTES, total))
+        nbytes = min(self._budget_nbytes // PAGE_NBYTES * PAGE_NBYTES, total)
+        reserve(self._store, buckets, nbytes, all_in_flight=self._all_in_flight)
+        if self._holder is not None:
+            self._holder.flush()
+        for bucket in self.buckets:
+            bucket.place = None
+        self._holder = None  # free its memory before the new one is allocated
+        memory = allocate(nbytes, self._device or torch.device("cpu"))
+        self._holder = Holder(buckets, memory, Order(()), guard=contextlib.nullcontext)
+        self._holder.counters, self._holder.interrupted = self.counters, self._interrupted
         if self._device is not None and sizes:
             self._staging = Staging(self._device, max(sizes))
-        self._sizes = sizes
+        self.buckets, self._sizes = buckets, sizes

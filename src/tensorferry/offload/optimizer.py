@@ -278,7 +278,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             if sweep is not None:
                 if sweep.broken:
                     raise self._half_done("a previous attempt failed")
-                left = [state.buckets[index] for index in sweep.order[sweep.done :]]
+                left = sweep.order[sweep.done :]
                 changed = sweep.changed_gradient(unit.param for each in left for unit in each.units)
                 if changed is not None:
                     raise self._half_done(

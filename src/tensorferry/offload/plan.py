@@ -25,14 +25,14 @@ from tensorferry.offload.absent import Absent
 from tensorferry.offload.arena import round_to_pages
 from tensorferry.offload.calls import class_step, state_after_a_step
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
+from tensorferry.offload.holder import StoredItem
 from tensorferry.offload.kernels import pieces_agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from tensorferry.offload.holder import Item
     from tensorferry.offload.kinds import Known
-    from tensorferry.store import TensorStore
-    from tensorferry.transfer.futures import Future
 
 PAGE_NBYTES = 4096
 # Fields with fewer bytes need not begin at a page: state_dict() copies them, and does not map them into memory.
@@ -102,9 +102,6 @@ class Unit:
     spec: Any = None
     #: The indexes in ``leaves`` of values that are in fields, with the fields.
     swapped: list[tuple[int, Field]] = field(default_factory=list)
-    _views: tuple[torch.Tensor, dict[str | None, torch.Tensor]] | None = field(
-        default=None, repr=False
-    )
 
     @property
     def kept(self) -> bool:
@@ -127,44 +124,31 @@ class Unit:
         first = self.fields[0] if self.fields else None
         return first if first is not None and first.is_master else None
 
-    def view(self, each: Field, bucket: torch.Tensor) -> torch.Tensor:
-        """Return a view of a field in a bucket's bytes; views are cached until another tensor is passed."""
-        if self._views is None or self._views[0] is not bucket:
-            self._views = bucket, {}
-        views, key = self._views[1], None if each.is_master else each.name
-        if key not in views:
-            views[key] = each.view(bucket)
-        return views[key]
-
     def forget(self) -> None:
         """Forget the unit's state."""
         self.leaves, self.spec, self.swapped, self.has_master = None, None, [], False
 
-    def forget_views(self) -> None:
-        """Drop cached views, which keep a bucket's memory alive."""
-        self._views = None
 
+class Bucket(StoredItem):
+    """Units with their fields in one tensor of the store.
 
-@dataclass(eq=False)
-class Bucket:
-    """Units with their fields in one tensor of the store."""
+    ``is_held`` says that the optimizer steps the bucket now.
+    """
 
-    index: int
-    nbytes: int = 0
-    units: list[Unit] = field(default_factory=list)
+    def __init__(self, number: int, nbytes: int = 0) -> None:
+        super().__init__(nbytes)
+        self.name = f"bucket-{number:06d}"
+        self.units: list[Unit] = []
+        self.is_held = False
 
     @property
-    def name(self) -> str:
-        """The tensor's name in the store."""
-        return f"bucket-{self.index:06d}"
+    def is_used(self) -> bool:
+        """Whether the bucket is held; other tensors that share its memory are not used any more."""
+        return self.is_held
 
-    def read(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to read the bucket."""
-        return store.read(self.name, memory)
-
-    def write(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to write the bucket."""
-        return store.write(self.name, memory)
+    def has_contents(self) -> bool:
+        """Return whether the bucket has any bytes."""
+        return self.nbytes > 0
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -571,7 +555,7 @@ def check_budget(
     )
 
 
-def placed(each: Field, bucket: Bucket, unit: Unit | None = None) -> Field:
+def placed(each: Field, bucket: Item, unit: Unit | None = None) -> Field:
     """Return a copy of a field of a unit, with an offset behind all other fields of a bucket; enlarge the bucket."""
     alignment = _alignment(each, unit is not None and unit.stop is not None)
     offset = -(-bucket.nbytes // alignment) * alignment

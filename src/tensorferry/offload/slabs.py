@@ -16,7 +16,7 @@ from torch import nn
 
 from tensorferry.offload.arena import ALIGN_NBYTES, round_to_pages
 from tensorferry.offload.gradients import StoredGradient, gradient_dtype
-from tensorferry.offload.holder import Item
+from tensorferry.offload.holder import Item, StoredItem
 from tensorferry.offload.matching import WHOLE, users
 from tensorferry.offload.plan import Field, dense_stride, placed
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tensorferry.offload.matching import Matched
     from tensorferry.safetensors.sources import Stored
-    from tensorferry.store import TensorStore
     from tensorferry.transfer.files import File
     from tensorferry.transfer.futures import Future
 
@@ -65,28 +64,16 @@ class Slab(Item):
 
     def add(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """Add a parameter."""
-        within: Any = self  # which has the size, as a bucket
         each = Field("", 0, dtype, tuple(param.shape), dense_stride(param))
-        self.fields[param] = placed(each, within)
+        self.fields[param] = placed(each, self)
 
     def versions_now(self) -> list[int]:
         """Return torch's version counters of the parameters."""
         return list(map(version_of, self.fields))
 
 
-class StoreSlab(Slab):
+class StoreSlab(Slab, StoredItem):
     """A slab in a store, which may change."""
-
-    store: TensorStore
-    name: str
-
-    def read(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
-        """Begin to read the slab."""
-        return [self.store.read(self.name, memory)]
-
-    def write(self, memory: torch.Tensor) -> Sequence[Future[Any]]:
-        """Begin to write the slab."""
-        return [self.store.write(self.name, memory)]
 
 
 class GradientSlab(StoreSlab):

@@ -15,6 +15,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tensorferry.offload.plan import Bucket
+
 # One bucket is loaded, one is stepped, and one is stored.
 _BUFFERS = 3
 
@@ -41,7 +43,7 @@ class Staging:
             # torch's caching allocator may have reused memory that kernels on the current stream still
             # use, so the first copies into the buffers wait for these kernels.
             self._streams[0].wait_stream(torch.cuda.current_stream(device))
-        self._copies_back: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._copies_back: deque[tuple[Bucket, torch.Tensor, Any]] = deque()
 
     def load(self, memory: torch.Tensor) -> torch.Tensor:
         """Return a bucket's bytes on the device; kernels queued on the current stream from now on see them."""
@@ -59,27 +61,27 @@ class Staging:
         torch.cuda.current_stream(self._device).wait_stream(loading)
         return here
 
-    def store(self, index: int, here: torch.Tensor, memory: torch.Tensor) -> None:
+    def store(self, bucket: Bucket, here: torch.Tensor, memory: torch.Tensor) -> None:
         """Begin to copy a stepped bucket, in the memory that :meth:`load` returned, back to its host memory."""
         buffer = self._buffers.popleft()
         if self._streams is None:
             memory.copy_(here)
-            self._copies_back.append((index, buffer, None))
+            self._copies_back.append((bucket, buffer, None))
             return
         _, storing = self._streams
         storing.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(storing):
             memory.copy_(here, non_blocking=True)
-        self._copies_back.append((index, buffer, storing.record_event()))
+        self._copies_back.append((bucket, buffer, storing.record_event()))
 
-    def stored(self, *, but: int = 0) -> Iterator[int]:
-        """Yield the indexes of stored buckets in order, each after its copy back is complete.
+    def stored(self, *, but: int = 0) -> Iterator[Bucket]:
+        """Yield stored buckets in order, each after its copy back is complete.
 
         The last ``but`` buckets are left for a later call.
         """
         while len(self._copies_back) > but:
-            index, buffer, event = self._copies_back.popleft()
+            bucket, buffer, event = self._copies_back.popleft()
             self._buffers.append(buffer)
             if event is not None:
                 event.synchronize()
-            yield index
+            yield bucket

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
     """Return a unit's state, with views of its fields in a bucket's memory."""
     assert unit.leaves is not None
-    return _with_fields(unit, unit.leaves, lambda each: unit.view(each, memory))
+    return _with_fields(unit, unit.leaves, lambda each: each.view(memory))
 
 
 def _with_fields(
@@ -156,8 +156,6 @@ def _put(
             # If the optimizer has put a view of one field in the place of another, the loop below may overwrite the
             # view's elements before it copies them. So copy leaves in the bucket's memory first.
             sources.append((each, leaf.clone() if is_inside(leaf) else leaf))
-    if sources:
-        unit.forget_views()  # the optimizer may have given these tensors other memory (`.data =`)
     for each, leaf in sources:
         each.view(memory).copy_(leaf)
     # A small value may be a view of the bucket's memory, which will later hold another bucket. Copy it.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensorferry.offload.plan import Bucket
+
 
 @dataclass(eq=False)
 class Sweep:
@@ -28,7 +30,7 @@ class Sweep:
         Returns a parameter's gradient or None.
     is_step : bool
         Whether the method is step(). Other methods get parameters without gradients, too.
-    order : list of int
+    order : list of Bucket
         The buckets, in the order in which they are stepped.
     done : int
         The number of buckets that have been stepped.
@@ -42,7 +44,7 @@ class Sweep:
     group_of: Mapping[torch.Tensor, int]
     gradient_of: Callable[[torch.Tensor], torch.Tensor | None]
     is_step: bool = True
-    order: list[int] = field(default_factory=list)
+    order: list[Bucket] = field(default_factory=list)
     done: int = 0
     broken: bool = False
     placed: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tensorferry.offload.errors import MemoryBudgetError
-from tensorferry.offload.holder import Holder, allocate
+from tensorferry.offload.holder import Holder, allocate, reserve
 from tensorferry.offload.initial_values import InitialValues
 from tensorferry.offload.matching import told
 from tensorferry.offload.optimizer import (
@@ -25,7 +25,6 @@ from tensorferry.offload.optimizer import (
     ranks,
 )
 from tensorferry.offload.plan import PAGE_NBYTES, needed_nbytes
-from tensorferry.offload.residency import reserve
 from tensorferry.offload.scan import Order
 from tensorferry.offload.slabs import MAX_SLAB_NBYTES, GradientSlab, StoreSlab, TrainingPlan
 from tensorferry.offload.training import TrainingSwapper
@@ -102,9 +101,8 @@ class TrainingOptimizer(OffloadedOptimizer):
 
     def _go_on(self, sweep: Sweep) -> None:
         self._check_not_lent()
-        buckets = self._usable().buckets
         self._swapper.begin_step(
-            [unit.param for unit in buckets[index].units] for index in sweep.order[sweep.done :]
+            [unit.param for unit in bucket.units] for bucket in sweep.order[sweep.done :]
         )
         super()._go_on(sweep)
         if sweep.is_step:
@@ -298,13 +296,14 @@ class TrainingOptimizer(OffloadedOptimizer):
         )
         in_stores = [slab for slab in plan.everything if isinstance(slab, StoreSlab)]
         for store in {slab.store for slab in in_stores}:
-            slabs: Any = [slab for slab in in_stores if slab.store is store]
+            slabs = [slab for slab in in_stores if slab.store is store]
             reserve(store, slabs, nbytes, all_in_flight=self._commit != "none")
         swapper.holder = Holder(
             *(plan.everything, allocate(nbytes, swapper.device)),
             *(Order(plan.expected()), plan.together()),
             guard=self._interrupts.deferred,
         )
+        swapper.holder.choose()
         swapper.holder.interrupted = self._interrupts.was_repeated
         swapper.accessing = self._accessing
         try:

@@ -215,6 +215,7 @@ class WeightStream(Owned, Swapper):
             ahead_nbytes=read_ahead_nbytes(),
         )
         self.holder.counters = self._counters
+        self.holder.choose()
 
     def stats(self) -> dict[str, float]:
         """Return statistics.

@@ -73,7 +73,8 @@ class Framework:
 
     def as_array(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         """Return bytes as an array of this dtype and shape, on the requested device. The sizes must match."""
-        return self.to_device(data).view(self.dtype(dtype)).reshape(shape)
+        array = self.to_device(data).view(self.dtype(dtype))
+        return array if len(shape) == 1 else array.reshape(shape)
 
     def as_integers(self, data: Any, itemsize: int, shape: tuple[int, ...]) -> Any:
         """Return bytes as integers of ``itemsize`` bytes, for indexing: some other dtypes do not support all of it."""
@@ -124,7 +125,7 @@ class _Torch(Framework):
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._read_on)
 
     def wrap(self, memory: Any) -> Any:
-        return self._torch.utils.dlpack.from_dlpack(memory)
+        return self._torch.utils.dlpack.from_dlpack(memory.__dlpack__())
 
     def copy(self, array: Any) -> Any:
         return array.clone(memory_format=self._torch.contiguous_format)

@@ -94,11 +94,15 @@ class SourceFile(Owned):
 
     def stored(self, name: str) -> Stored:
         """Return a tensor of the file."""
+        return Stored(self.path, self.header.file_nbytes, self.tensor(name), self._file.version)
+
+    def tensor(self, name: str) -> header.Tensor:
+        """Return the header's entry of a tensor."""
         found = self.header.tensors.get(name)
         if found is None:
             hint = sources.alias_hint(name, self.header.metadata, self.header.tensors)
             raise SafetensorError(f"File does not contain tensor {name}{hint}", self.path)
-        return Stored(self.path, self.header.file_nbytes, found, self._file.version)
+        return found
 
     @functools.cached_property
     def is_mapped(self) -> bool:

@@ -529,24 +529,40 @@ class PartLoader(Iterator[tuple[str, Any]]):
 
     def take(self, name: str) -> Any:
         """Wait for a part, and return its array."""
-        pipeline = self.pipeline
-        pipeline._check_process()
-        with pipeline.lock:
-            self._check_open()
-            part, reads = self._parts[name]
-            try:
-                for read in reads:
-                    if not read.begun:
-                        pipeline.begin(read)
-                    read.wait()
-            except StorageError:
-                # The error may be that of a neighbour in the same read, or of a moment that is over.
-                self._check_open()
-                load(part, self._files)
-            self._check_open()
+        with self.pipeline.lock:
+            part, read, _ = self._wait_for(name)
             array = self._array_of(part)
-            self._give(reads[-1], part)
+            self._give(read, part)
         return array
+
+    def take_read(self, name: str) -> dict[str, Any]:
+        """Wait for a part, and return its memory and that of the other parts that were read with it, by name."""
+        with self.pipeline.lock:
+            part, read, is_read = self._wait_for(name)
+            parts = [each for each in read.parts if not each.is_given] if is_read else [part]
+            found = {each.name: each.memory for each in parts}
+            for each in parts:
+                self._give(read, each)
+        return found
+
+    def _wait_for(self, name: str) -> tuple[TensorPart, PartsRead, bool]:
+        """Wait for a part. Return it, its last read, and whether this has read it, and not another attempt."""
+        self.pipeline._check_process()
+        self._check_open()
+        part, reads = self._parts[name]
+        is_read = True
+        try:
+            for read in reads:
+                if not read.begun:
+                    self.pipeline.begin(read)
+                read.wait()
+        except StorageError:
+            # The error may be that of a neighbour in the same read, or of a moment that is over.
+            self._check_open()
+            load(part, self._files)
+            is_read = False
+        self._check_open()
+        return part, reads[-1], is_read
 
     def _array_of(self, part: TensorPart) -> Any:
         if self._files.is_mapped and part.nbytes:

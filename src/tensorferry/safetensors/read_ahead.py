@@ -7,9 +7,11 @@ next two requests are in order.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
+import operator
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -24,13 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from tensorferry.safetensors.frameworks import Framework
-    from tensorferry.safetensors.sources import Stored
+    from tensorferry.safetensors.header import Tensor
     from tensorferry.transfer.files import File
 
-# The number of tensors that one loader reads ahead, for each tensor that was requested in order so far. The limit for
-# their bytes is the number of bytes requested in order so far, up to the pipeline's read-ahead: a short run of requests
-# must not cause a long read.
-_AHEAD_TENSORS = 16
+# One loader reads ahead this many times its budget, which is the number of bytes requested in order so far, up to the
+# pipeline's read-ahead: a short run of requests must not cause a long read.
+_AHEAD = 16
 
 
 class FileTensors(Owned, Files):
@@ -49,43 +50,50 @@ class FileTensors(Owned, Files):
         self._lock = threading.RLock()
         # Created lazily: a handle may be opened for one tensor only, or used in random order.
         self._ahead: PartLoader | None = None
-        self._next = -1  # the position after the last requested tensor
-        self._run = self._run_nbytes = 0  # the tensors requested in order so far, and their bytes
+        self._ready: dict[
+            str, Any
+        ] = {}  # what was read with the tensor that was taken last from `_ahead`
+        # The range of the file that was requested in order so far.
+        self._begin = self._end = 0
         self._closed = False
 
     def get(self, name: str) -> Any:
         """Return a tensor."""
-        stored = self.source.stored(name)
-        memory = None
-        if stored.tensor.nbytes and not self.is_mapped:
-            memory = self.framework.memory_of(self._alive.get(name))
-            if memory is None:
-                array = self._read_in_order(stored)
-                self._alive[name] = self.framework.owner_of(array)
-                return array
-        part = TensorPart(stored, None, self.framework)
-        part.memory = self.map(part) if part.nbytes and self.is_mapped else memory
-        return part.array()
+        source, framework = self.source, self.framework
+        tensor = source.tensor(name)
+        shape = framework.shape(tensor, source.path)
+        if not tensor.nbytes:
+            return framework.as_array(framework.empty(0), tensor.dtype, shape)
+        if self.is_mapped:
+            data = self._mapped(tensor, tensor.begin, tensor.end)
+            return framework.as_array(data, tensor.dtype, shape)
+        data = framework.memory_of(self._alive.get(name))
+        if data is not None:
+            return framework.as_array(data, tensor.dtype, shape)
+        array = framework.as_array(self._read_in_order(tensor), tensor.dtype, shape)
+        self._alive[name] = framework.owner_of(array)
+        return array
 
     def get_part(self, name: str, index: Any) -> Any:
         """Return the part of a tensor that an index selects."""
-        part = TensorPart(self.source.stored(name), index, self.framework)
+        framework = self.framework
+        part = TensorPart(self.source.stored(name), index, framework)
         if not part.nbytes:
             return part.array()
         if self.is_mapped:
             part.use(self.map(part))
             return part.array()
         if part.is_whole:
-            part.memory = self.framework.memory_of(self.framework.owner_of(self.get(name)))
+            part.memory = framework.memory_of(framework.owner_of(self.get(name)))
             return part.array()
         # The result of lists is a copy in any case.
         key = None if part.selection is None or part.selection.lists else (name, part.positions)
-        part.memory = key and self.framework.memory_of(self._alive.get(key))
+        part.memory = key and framework.memory_of(self._alive.get(key))
         if part.memory is None:
             load(part, self)
         array = part.array()
         if key is not None:
-            self._alive[key] = self.framework.owner_of(array)
+            self._alive[key] = framework.owner_of(array)
         return array
 
     def open(self, *_: Any, **__: Any) -> File:
@@ -94,66 +102,74 @@ class FileTensors(Owned, Files):
 
     def map(self, part: TensorPart) -> Any:
         """Return the mapped bytes from the first to the last element of a part."""
-        begin, end = part.extent
+        return self._mapped(part.stored.tensor, *part.extent)
+
+    def _mapped(self, tensor: Tensor, begin: int, end: int) -> Any:
         if self._map is None:
             self._map = self.source.map()
         # Also for a file that is shorter now: access beyond its end would end the process.
         self.source.file.check()
         data = self.framework.wrap(self._map.bytes(begin, end - begin))
-        return aligned(data, part.stored.tensor, self.framework)
+        return aligned(data, tensor, self.framework)
 
     def close(self, *, wait: bool) -> None:
         """Stop, and drop all tensors that were read ahead. With ``wait``, wait until their reads have ended."""
         with self._lock:
             self._closed = True
-            dropped, self._ahead = self._ahead, None
+            dropped, self._ahead, self._ready = self._ahead, None, {}
         # Closing waits for transfers, so it happens without the lock.
         if dropped is not None:
             dropped.close(wait=wait)
 
-    def _read_in_order(self, stored: Stored) -> Any:
-        """Read a tensor, or take it from what was read ahead; read further ahead if the request is in order."""
-        name, nbytes = stored.tensor.name, stored.tensor.nbytes
+    def _read_in_order(self, tensor: Tensor) -> Any:
+        """Read the bytes of a tensor, or take them from what was read ahead; read further ahead if it is in order."""
+        name = tensor.name
         with self._lock:
-            at, ahead = self._positions[name], self._ahead
-            if ahead is None or not ahead.has_begun(name):
+            data, ahead, is_next = (
+                self._ready.pop(name, None),
+                self._ahead,
+                tensor.begin == self._end,
+            )
+            if data is None and (ahead is None or not ahead.has_begun(name)):
                 # Read-ahead that has not come this far waits for tensors that the caller has passed over.
                 if ahead is not None:
                     ahead.close(wait=False)
-                is_next = at == self._next
                 if not is_next:
-                    self._run = self._run_nbytes = 0
-                ahead = self._ahead = self._loader_from(at) if is_next else None
-            self._next = at + 1 if ahead is None else max(self._next, at + 1)
-            self._run, self._run_nbytes = self._run + 1, self._run_nbytes + nbytes
+                    self._begin = tensor.begin
+                self._ready = {}
+                ahead = self._ahead = self._loader_from(tensor) if is_next else None
+            self._end = tensor.end if ahead is None else max(self._end, tensor.end)
+            if data is not None:
+                return data
             if ahead is not None:
-                ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, self._run_nbytes)
-                return ahead.take(name)
-        part = TensorPart(stored, None, self.framework)
+                read_nbytes = self._end - self._begin
+                ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, read_nbytes)
+                ready = ahead.take_read(name)
+                data = ready.pop(name)
+                self._ready = ready
+                return data
+        part = TensorPart(self.source.stored(name), None, self.framework)
         load(part, self)
-        return part.array()
+        return part.memory
 
     @functools.cached_property
-    def _names(self) -> list[str]:
-        tensors = self.source.header.tensors
-        return [each for each, tensor in tensors.items() if tensor.nbytes > 0]
+    def _in_order(self) -> list[Tensor]:
+        return [each for each in self.source.header.tensors.values() if each.nbytes > 0]
 
-    @functools.cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: at for at, name in enumerate(self._names)}
-
-    def _loader_from(self, at: int) -> PartLoader | None:
-        """Return a loader of the tensors from a position on, within the limits."""
+    def _loader_from(self, first: Tensor) -> PartLoader | None:
+        """Return a loader of a tensor and those that follow it, within the limits."""
         if self._closed:
             return None
-        tensors = self.source.header.tensors
-        limit_nbytes = self._run_nbytes + tensors[self._names[at]].nbytes
-        limit_nbytes = min(read_ahead_nbytes(), limit_nbytes)
-        names = self._names[at : at + 1 + _AHEAD_TENSORS * (self._run + 1)]
-        later = itertools.takewhile(lambda name: tensors[name].nbytes <= limit_nbytes, names[1:])
+        limit_nbytes = min(read_ahead_nbytes(), first.end - self._begin)
+        at = bisect.bisect_left(self._in_order, first.begin, key=operator.attrgetter("begin"))
+        end = first.end + _AHEAD * limit_nbytes
+        later = itertools.takewhile(
+            lambda each: each.nbytes <= limit_nbytes and each.end <= end,
+            itertools.islice(self._in_order, at + 1, None),
+        )
         parts = []
-        for name in (names[0], *later):
+        for each in (first, *later):
             # An error concerns a later tensor. The request for that tensor raises it again.
             with contextlib.suppress(SafetensorError):
-                parts.append(TensorPart(self.source.stored(name), None, self.framework))
+                parts.append(TensorPart(self.source.stored(each.name), None, self.framework))
         return PartLoader(parts, self, limit_nbytes)

@@ -37,7 +37,7 @@ from tensorferry.safetensors.saving import (
     write_entries,
 )
 from tensorferry.transfer import sidecars
-from tensorferry.transfer.publication import make_directory, sync_directory
+from tensorferry.transfer.publication import check_renames, make_directory, sync_directory
 from tensorferry.transfer.replacement import Replacement
 from tensorferry.transfer.runtime import descriptor_limit
 
@@ -165,6 +165,9 @@ class Model:
         # An object that is dropped without commit() or abort() must release its descriptors and its space, too.
         when_dropped(self, _abort, self._files)
         make_directory(self._directory)
+        # The model's files may get new names; the index is then replaced after they have been written.
+        if (self._directory / INDEX_NAME).exists():
+            check_renames(self._directory, replaced=True)
 
     @property
     def names(self) -> set[str]:

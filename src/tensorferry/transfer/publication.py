@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import set_lock
-from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, mount_of_open, mount_or_none
+from tensorferry.base.mounts import is_local, mount_or_none
 from tensorferry.base.processes import Owned, in_forked_children, lock_descriptors
 from tensorferry.errors import StorageError
 
@@ -43,10 +44,8 @@ _MAX_PAUSE_SECONDS = 24 * 3600.0
 _MAX_ATTEMPTS = 100
 # Listing a large directory takes long, so one of n entries is listed only for one in n / _LISTED_ENTRIES new files.
 _LISTED_ENTRIES = 1000
-# How many new files each directory (device and inode) gets before it is listed again, and which file systems (device
-# numbers) belong to this machine alone. Both are cleared at _MAX_KNOWN entries.
+# How many new files each directory (device and inode) gets before it is listed again. Cleared at _MAX_KNOWN entries.
 _unlisted: dict[tuple[int, int], int] = {}
-_local: dict[int, bool] = {}
 _MAX_KNOWN = 1024
 # The names of this process's temporary files, which need no look at their locks. A forked child has none.
 _own_names: set[str] = set()
@@ -56,7 +55,9 @@ in_forked_children(_own_names.clear)
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 # Errors of rename() that FUSE may return for an open file. FUSE may consider a file open for a while after close(2).
 _STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
+# How long, and how often, to try again: a busy server may take long for each answer.
 _STILL_OPEN_SECONDS = 2.0
+_STILL_OPEN_ATTEMPTS = 100
 _POLL_SECONDS = 0.002
 # The kernel's folder with a path for each open descriptor of this process. The path leads to the open file even after
 # that file has been renamed or removed.
@@ -107,7 +108,7 @@ class Temporary(Owned):
         self.directory = self.descriptor = -1
         try:
             self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self.is_local = _is_local(self.directory)
+            self.is_local = is_local(self.directory)
             self._create(mode)
             with contextlib.suppress(OSError):  # e.g. the directory may not be listed
                 _remove_abandoned(self)
@@ -211,19 +212,6 @@ def _lock(descriptor: int, kind: int) -> bool | None:
         return None
 
 
-def _is_local(directory: int) -> bool:
-    """Return whether an open directory is on a file system that is known to belong to this machine alone."""
-    device = os.fstat(directory).st_dev
-    if device not in _local:
-        if len(_local) >= _MAX_KNOWN:
-            _local.clear()
-        try:
-            _local[device] = mount_of_open(directory)["type"] in LOCAL_FILE_SYSTEMS
-        except (OSError, LookupError):
-            return False
-    return _local[device]
-
-
 def _remove_abandoned(new: Temporary) -> None:
     """Remove the temporary files in the directory of ``new`` whose writers have ended."""
     status = os.fstat(new.directory)
@@ -293,15 +281,17 @@ def remove_on_error(path: Path) -> Iterator[None]:
 def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) -> None:
     """Rename a file to ``target``, and replace an existing file there; both may be relative to an open ``directory``.
 
-    On FUSE, retry for up to 2 seconds if the file is still open: the kernel notifies the FUSE server of a close(2)
-    asynchronously (RELEASE).
+    On FUSE, retry for 2 seconds, and at least 100 times, if the file is still open: the kernel notifies the FUSE server
+    of a close(2) asynchronously (RELEASE).
     """
     deadline = time.monotonic() + _STILL_OPEN_SECONDS
-    while True:
+    for attempt in itertools.count(1):
         try:
             os.replace(source, target, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError as error:
-            late = error.errno not in _STILL_OPEN or time.monotonic() > deadline
+            late = error.errno not in _STILL_OPEN or (
+                attempt >= _STILL_OPEN_ATTEMPTS and time.monotonic() > deadline
+            )
             where = Path(os.fsdecode(target)).parent
             if directory is not None:
                 where = Path(f"{OWN_FILES}/{directory}") / "."
@@ -312,8 +302,9 @@ def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) ->
             return
 
 
-# File systems (device numbers) that passed the rename test, each with whether the test replaced an existing file.
-_renames_checked: set[tuple[int, bool]] = set()
+# File systems that passed the rename test, each with whether the test replaced an existing file. Not only by the device
+# number, which is given to another file system after an unmount.
+_renames_checked: set[tuple[str, ...]] = set()
 
 
 def check_renames(directory: Path, *, replaced: bool) -> None:
@@ -336,8 +327,9 @@ def check_renames(directory: Path, *, replaced: bool) -> None:
 
 
 def _check_renames(directory: Path, *, replaced: bool) -> None:
-    device = directory.stat().st_dev
-    if (device, replaced) in _renames_checked:
+    mount = mount_or_none(directory)
+    checked = (*(mount or {}).values(), str(replaced))
+    if mount is not None and checked in _renames_checked:
         return
     with Temporary(directory) as new, Temporary(directory) as old:
         name = old.name if replaced else new_name()
@@ -354,7 +346,9 @@ def _check_renames(directory: Path, *, replaced: bool) -> None:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=new.directory)
-    _renames_checked.add((device, replaced))
+    if len(_renames_checked) >= _MAX_KNOWN:
+        _renames_checked.clear()
+    _renames_checked.add(checked)
 
 
 def make_directory(directory: Path, *, sync: bool = True) -> list[Path]:

@@ -48,6 +48,7 @@ from tensorferry.checkpoint.zipformat.unpickling import (
     RefusedError,
     StandIn,
     Unpickler,
+    check_sizes,
     declared,
     record,
     stand_in,
@@ -132,7 +133,7 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
     """Parse the contents of a metadata file as :func:`read_metadata` does; ``path`` is the path in errors."""
     trailer = TRAILER.fullmatch(data[-TRAILER_NBYTES:])
-    body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
+    body = data[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
         raise CheckpointError(
             "its bytes are not those that were written (the checksum differs)", path
@@ -142,13 +143,12 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     kind = RefusedCheckpointError if trailer else CheckpointError
     try:
         if trust_pickle:
+            check_sizes(body)
             stream = io.BytesIO(body)
             metadata, end = pickle.Unpickler(stream).load(), stream.tell()
             _update_properties(metadata)
         else:
-            unpickler = Unpickler(
-                bytes(body), lambda name: _NAMES.get(name) or torch_constant(name)
-            )
+            unpickler = Unpickler(body, lambda name: _NAMES.get(name) or torch_constant(name))
             metadata, end = unpickler.load(), unpickler.end
     except RefusedError as error:
         raise kind(

@@ -4,7 +4,10 @@ A pickle can call the objects that it names, and set attributes of what it names
 process's objects: each name is a :class:`StandIn`, which calls a function of the table's author, and whose attributes
 cannot be set. What these functions return belongs to the pickle alone.
 
-A pickle can still be made to use much memory, or to end the process by containers that are nested very deeply.
+Python's unpickler allocates what a pickle declares: a table as long as the highest number of an object, and the length
+of bytes before it has read them. :func:`check_sizes` refuses numbers that the pickle is too short for, so damage cannot
+make a process use more memory than a small multiple of the pickle's size. A pickle can still be made on purpose to end
+the process, by containers that are nested very deeply.
 """
 
 from __future__ import annotations
@@ -12,11 +15,27 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+# Opcodes without a length, up to the next one with a length, a large number of an object, or the end. The number of
+# repetitions is bounded because the regular expression needs memory for each.
+_SIMPLE_OPCODES = re.compile(
+    rb"(?:[()012NRQabd}elo\]stu\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..\0\0"
+    rb"|[G\x95].{8}|[ILFSVPg][^\n]*\n|p\d{1,5}\n|[ci][^\n]*\n[^\n]*\n){1,1000}",
+    re.DOTALL,
+)
+# The sizes of the lengths that follow opcodes.
+_LENGTH_NBYTES = (
+    dict.fromkeys(b"UC\x8a\x8c", 1)
+    | dict.fromkeys(b"TBX\x8b", 4)
+    | dict.fromkeys(b"\x8d\x8e\x96", 8)
+)
 
 
 class RefusedError(Exception):
@@ -105,6 +124,35 @@ def declared(kind: Any, name: str = "") -> StandIn:
     return stand_in(name, unwrapping(kind), unwrapping(lambda *values: new(kind, *values)))
 
 
+def check_sizes(data: bytes) -> None:
+    """Check that the lengths and the numbers of objects in a pickle are possible for its size.
+
+    Raises
+    ------
+    MalformedError
+        One of them is not.
+    """
+    at = 0
+    while at < len(data):
+        run = _SIMPLE_OPCODES.match(data, at)
+        at = at if run is None else run.end()
+        opcode = data[at : at + 1]
+        if opcode == b"r":
+            number, at = int.from_bytes(data[at + 1 : at + 5], "little"), at + 5
+        elif opcode == b"p":
+            number, at = len(data), len(data)
+        elif opcode and (nbytes := _LENGTH_NBYTES.get(opcode[0])):
+            at += 1 + nbytes
+            number = int.from_bytes(data[at - nbytes : at], "little")
+            at += number
+        elif run is None:  # the end, or no opcode, which the unpickler refuses
+            return
+        else:
+            continue
+        if number >= len(data):
+            raise MalformedError(f"the length or number {number}, in {len(data)} bytes")
+
+
 class Unpickler(pickle.Unpickler):
     """Reads a pickle.
 
@@ -117,7 +165,7 @@ class Unpickler(pickle.Unpickler):
     """
 
     def __init__(self, data: bytes, find: Callable[[str], Any]) -> None:
-        self._stream = io.BytesIO(data)
+        self._data, self._stream = data, io.BytesIO(data)
         super().__init__(self._stream, encoding="utf-8")
         self._find = find
 
@@ -145,6 +193,7 @@ class Unpickler(pickle.Unpickler):
         MalformedError
             The data are not a valid pickle.
         """
+        check_sizes(self._data)
         try:
             return super().load()
         except (RefusedError, MalformedError):

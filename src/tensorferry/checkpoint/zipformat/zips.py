@@ -210,7 +210,8 @@ def layout(
     found, directory_begin = _entries(read, nbytes, of_torch=True)
     found.sort()
     places = []
-    next_headers = [entry.header for entry in found[1:]] + [directory_begin]
+    # A record that would begin behind the directory makes the one before it overlap the directory.
+    next_headers = [min(entry.header, directory_begin) for entry in found[1:]] + [directory_begin]
     _require(not found or found[0].header == 0, "it does not begin with a record")
     for entry, next_header in zip(found, next_headers, strict=True):
         try:
