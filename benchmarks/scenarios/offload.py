@@ -1,12 +1,7 @@
-"""Optimizer state and weights on a drive, compared with the same I/O alone, with computing in memory, and DeepSpeed.
+"""Optimizer state and embeddings on a drive, compared with fio, with computing in memory, and with DeepSpeed.
 
 Rules: parameters and gradients are in fp32, in tensors of the shapes of a transformer. One process has one copy of
-them, and the optimizer in memory and the offloaded optimizers of all budgets step them in turns. The time of a step
-includes its last write.
-
-"The same I/O alone" is fio, which reads and writes as many bytes at the same time. Peak memory is measured in another
-process for each budget, from before the optimizer is made to the end of its third step, in addition to parameters and
-gradients.
+them, and the offloaded optimizers of all budgets step them in turns. The time of a step includes its last write.
 """
 
 from __future__ import annotations
@@ -31,12 +26,10 @@ from tensorferry.offload import (
     OffloadedOptimizer,
     TableEmbedding,
     offload_optimizer,
-    stream_weights,
 )
 from tensorferry.tuning import fio
 from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
-from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,13 +41,10 @@ if TYPE_CHECKING:
 
 BUDGETS_NBYTES = (64 * MIB, 256 * MIB, GIB)
 STATE_NBYTES_PER_PARAMETER = 8
-ALLOWANCE_NBYTES = 64 * MIB
-IN_MEMORY = "torch, in memory"
 THEIRS = "DeepSpeed, ZeRO-3 with NVMe"
 MIXED = "fio, all state read and written at once"
 # Four buffers for each of three states: one is read, one is stepped, and one is written at a time.
 _DEEPSPEED_BUFFERS = 12
-_PEAK_ROUNDS_MAX = 2  # memory varies less than time
 
 
 class Stepper:
@@ -70,17 +60,7 @@ class Stepper:
         small = nn.Parameter(torch.zeros(1))
         small.grad = torch.zeros(1)
         torch.optim.AdamW([small], fused=True).step()
-        self._in_memory: torch.optim.Optimizer | None = None
         self._offloaded: dict[str, OffloadedOptimizer] = {}
-
-    def step_in_memory(self) -> dict[str, Any]:
-        """Measure a step of the optimizer in memory."""
-        if self._in_memory is None:
-            self._in_memory = self._new()
-            self._in_memory.step()
-        with Stopwatch() as watch:
-            self._in_memory.step()
-        return watch.as_value(watch.seconds)
 
     def step(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
         """Measure a step of an offloaded optimizer, including its writes."""
@@ -99,18 +79,6 @@ class Stepper:
         read, written = (after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
         moved = {"read_nbytes": read, "written_nbytes": written}
         return watch.as_value(watch.seconds, read + written, **moved)
-
-    def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
-        """Measure the peak memory of making an offloaded optimizer and of its first three steps."""
-        with Stopwatch() as watch:
-            optimizer = self._offload(budget_nbytes, directories)
-            for _ in range(3):
-                optimizer.step()
-            optimizer.drain()
-        optimizer.close()
-        if watch.peak_growth_nbytes is None:
-            raise UnavailableError("the kernel does not report peak memory")
-        return watch.as_value(watch.peak_growth_nbytes / MIB)
 
     def checkpoint(self, budget_nbytes: int, directories: list[Path], path: Path) -> dict[str, Any]:
         """Measure a checkpoint of an offloaded optimizer's state."""
@@ -161,134 +129,17 @@ def _step(stepper: Worker, budget: int, *directories: Path) -> Measure:
     return measured(stepper, "step", budget_nbytes=budget, directories=list(directories))
 
 
-@scenario
-def steps(bench: Bench) -> None:
-    """Measure steps, checkpoints, and peak memory."""
-    parameters = bench.settings.parameters
-    state_nbytes = parameters * STATE_NBYTES_PER_PARAMETER
-    budgets = _budgets_below(state_nbytes, otherwise=max(state_nbytes // 4, 4 * MIB))
-    every = [*budgets, state_nbytes + state_nbytes // 4]
-    drive = bench.directory / "state"
-    stepper = _stepper(bench, parameters)
-    _steps(bench, stepper, every, drive)
-    _checkpoints(bench, stepper, budgets, drive)
-    stepper.call("end")
-    stepper.close()
-    _peaks(bench, every, drive)
+def _checkpoint(bench: Bench, stepper: Worker, budget: int) -> Measure:
+    drive, path = bench.directory / "state", bench.directory / "checkpoint"
+    step = _step(stepper, budget, drive)
+    how = {"budget_nbytes": budget, "directories": [drive], "path": path}
+    save = measured(stepper, "checkpoint", remove, [path], **how)
 
+    def measure(number: int) -> Sample:
+        step(number)  # changes the state, so a checkpoint has to write it
+        return save(number)
 
-def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Compare steps with all budgets, and their lower bounds, in turns."""
-    shown: dict[int, dict[str, Any]] = {}
-
-    def stepping(budget: int) -> Measure:
-        def measure(number: int) -> Sample:
-            sample = _step(stepper, budget, drive)(number)
-            shown[budget] = sample.details
-            return sample
-
-        return measure
-
-    def alone(budget: int) -> Measure:
-        def measure(_: int) -> Sample:
-            if budget not in shown:
-                raise UnavailableError("no step has been measured, so its bytes are unknown")
-            moved = {name: shown[budget][name] for name in ("read_nbytes", "written_nbytes")}
-            return both_ways(bench.directory, both_ways_config(), **moved)
-
-        return measure
-
-    comparison = bench.compare(
-        f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",
-        "AdamW, fused, fp32; until all is written",
-        ours={_label(budget): stepping(budget) for budget in budgets},
-        limit={IN_MEMORY: measured(stepper, "step_in_memory")}
-        | {_alone_label(budget): alone(budget) for budget in budgets[:-1]},
-        unit="s",
-    )
-    for budget in budgets:
-        row, last = comparison.row(_label(budget)), budget == budgets[-1]
-        limits = [
-            m for label in (IN_MEMORY, _alone_label(budget)) if (m := comparison.median(label))
-        ]
-        others = "in memory" if last else "max(its I/O alone, step in memory)"
-        over = row.median / max(limits) if row and limits else None
-        what = f"offload: step with {_label(budget)} over {others}"
-        bench.at_most(what, 1.02 if last else 1.05, over)
-        if row:
-            read, written = (shown[budget][f"{way}_nbytes"] / GB for way in ("read", "written"))
-            bench.note(f"{row.label}: a step reads {read:.3f} GB and writes {written:.3f} GB")
-
-
-def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Compare checkpoints between steps; a checkpoint first writes the state that the budget holds in memory."""
-    path = bench.directory / "checkpoint"
-
-    def checkpoint(budget: int) -> Measure:
-        step = _step(stepper, budget, drive)
-        where: dict[str, Any] = {"directories": [drive], "path": path, "budget_nbytes": budget}
-        save = measured(stepper, "checkpoint", remove, [path], **where)
-
-        def measure(number: int) -> Sample:
-            step(number)  # changes the state, so a checkpoint has to write it
-            return save(number)
-
-        return measure
-
-    step, save = _step(stepper, budgets[0], drive), checkpoint(budgets[0])
-
-    def step_after(number: int) -> Sample:
-        save(number)
-        return step(number)
-
-    def step_without(number: int) -> Sample:
-        remove(path)
-        step(number)  # replaces the files that the checkpoint shared with the state
-        return step(number)
-
-    nbytes = bench.settings.parameters * STATE_NBYTES_PER_PARAMETER
-    made = bench.compare(
-        "offload: a checkpoint",
-        f"{nbytes / GB:.3g} GB, on the file system of the state",
-        ours={_label(budget): checkpoint(budget) for budget in budgets},
-        unit="s",
-    )
-    found = bench.compare(
-        "offload: a step after a checkpoint",
-        f"{_label(budgets[0])}; the checkpoint exists during the step",
-        ours={"after a checkpoint": step_after},
-        limit={"without": step_without},
-        unit="s",
-    )
-    remove(path)
-    bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
-    over = found.over("after a checkpoint", "without")
-    bench.at_most("offload: a step after a checkpoint over one without", 1.1, over)
-
-
-def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
-    def in_a_new_process(budget: int) -> Measure:
-        def measure(_: int) -> Sample:
-            stepper = _stepper(bench, bench.settings.parameters)
-            answer = stepper.call("peak", budget_nbytes=budget, directories=[drive])
-            stepper.close()
-            return Sample(**answer)
-
-        return measure
-
-    comparison = bench.compare(
-        "offload: memory",
-        "growth of peak memory in three steps, without parameters and gradients",
-        ours={_label(budget): in_a_new_process(budget) for budget in budgets},
-        unit="MiB",
-        rounds=bench.rounds_at_most(_PEAK_ROUNDS_MAX),
-    )
-    for budget in budgets:
-        most = (1.1 * budget + ALLOWANCE_NBYTES) / MIB
-        row = comparison.row(_label(budget))
-        what = f"offload: peak with {_label(budget)}"
-        note = "largest sample; target: the budget + 10 % + 64 MiB"
-        bench.at_most(what, most, row.median.high if row else None, note, "MiB")
+    return measure
 
 
 @scenario
@@ -318,18 +169,25 @@ def beside_deepspeed(bench: Bench) -> None:
             theirs.call("step")
         return Sample(**theirs.call("step"))
 
-    made = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
+    steps = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
     comparison = bench.compare(
         f"offload: a step of {parameters / 1e6:.3g} M parameters, compared with DeepSpeed",
         "fp32, AdamW, fused; DeepSpeed with pipelined reads and writes",
-        ours=made,
+        ours=steps,
         peer={THEIRS: their_step},
         more=_mixed(bench, state_nbytes),
         unit="s",
     )
+    made = bench.compare(
+        "offload: a checkpoint",
+        f"{state_nbytes / GB:.3g} GB, on the file system of the state",
+        ours={_label(budget): _checkpoint(bench, ours, budget) for budget in budgets},
+        unit="s",
+    )
+    bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
     ours.call("end")
     other = comparison.row(THEIRS)
-    for label in made:
+    for label in steps:
         over = comparison.over(THEIRS, label)
         bench.at_least(f"offload: DeepSpeed's step over ours, {label}", 2.5, over)
         row = comparison.row(label)
@@ -382,10 +240,6 @@ def both_ways(directory: Path, config: Config, read_nbytes: int, written_nbytes:
 
 def _label(budget_nbytes: int) -> str:
     return f"budget {budget_nbytes / MIB:.4g} MiB"
-
-
-def _alone_label(budget_nbytes: int) -> str:
-    return f"the same I/O alone, {_label(budget_nbytes)}"
 
 
 # A training step of DeepSpeed's ZeRO-3 with all states on NVMe: its own engine compared with ours.
@@ -534,142 +388,6 @@ def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
             moved = f"{_moved_nbytes(row) / STEPS / GB:.2f} GB in each step"
             spent = f"{held:.2f} of {row.median:.2f} s are spent in the handle"
             bench.note(f"{name}: {label} moves {moved}; {spent}")
-
-
-# A model in a quarter of its memory: the time for each token, compared with its lower bound.
-#
-# The lower bound is the longer of two times: only reading the bytes that a token needs, and computing with all weights
-# in memory. Weights are float32 in four files, and reads bypass the page cache. The batch is one token, so each read of
-# a weight serves one use. accelerate's ``disk_offload`` has no budget and reads through the page cache.
-
-STREAMED, READ, ACCELERATE = "stream_weights", "reading alone", "accelerate disk_offload"
-_TOKENS = 4  # for one sample
-_SHARDS = 4
-
-
-class Model:
-    """A model with the blocks of two linear layers of a decoder, and about so many bytes of float32 weights."""
-
-    def __init__(self, nbytes: int, directory: Path) -> None:
-        self.width = 1024 if nbytes >= 256 * MIB else 128
-        self.blocks = max(2, nbytes // (4 * 8 * self.width * self.width))
-        self.directory = directory
-        self.paths = [directory / f"{number}.safetensors" for number in range(_SHARDS)]
-        self.token = torch.randn(1, self.width, generator=torch.Generator().manual_seed(3))
-        self.model: nn.Module | None = None
-        self.stream: Any = None
-
-    def save(self) -> int:
-        """Write the weights to shards; return their size in bytes."""
-        from safetensors.torch import save_file
-
-        state = self._whole().state_dict()
-        names = list(state)
-        each = -(-len(names) // _SHARDS)
-        for number, path in enumerate(self.paths):
-            some = names[number * each : (number + 1) * each]
-            save_file({name: state[name] for name in some}, path)
-        return sum(value.nbytes for value in state.values())
-
-    def in_memory(self) -> dict[str, Any]:
-        """Measure the time for a token with all weights in memory."""
-        if self.model is None:
-            self.model = self._whole()
-        return self._tokens()
-
-    def streamed(self, budget_nbytes: int) -> dict[str, Any]:
-        """Measure the time for a token with streamed weights; two passes before the first sample learn the order."""
-        if self.stream is None:
-            with torch.device("meta"):
-                self.model = self._new()
-            self.stream = stream_weights(self.model, self.paths, memory_budget=budget_nbytes)
-            for _ in range(2):
-                self._forward()
-        before = self.stream.stats()["read_nbytes"]
-        result = self._tokens()
-        read = (self.stream.stats()["read_nbytes"] - before) // _TOKENS
-        return result | {"details": {"read_nbytes": read}}
-
-    def read(self, nbytes: int) -> dict[str, Any]:
-        """Measure only reading as many bytes as a token of the streamed model needs."""
-        memory = tensorferry.empty(nbytes // _SHARDS, torch.uint8)
-        with Stopwatch() as watch:
-            for path in self.paths:
-                tensorferry.read(path, memory[: path.stat().st_size])
-        return watch.as_value(watch.seconds, nbytes)
-
-    def disk_offload(self) -> dict[str, Any]:
-        """Measure the time for a token with accelerate's ``disk_offload``, which has no budget and keeps no weights."""
-        if self.model is None:
-            try:
-                from accelerate import disk_offload
-            except ImportError as error:
-                raise UnavailableError(f"accelerate: {error}") from None
-            folder = self.directory / "offloaded"
-            self.model = disk_offload(self._whole(), folder, execution_device=torch.device("cpu"))
-        return self._tokens()
-
-    def _tokens(self) -> dict[str, Any]:
-        with Stopwatch() as watch:
-            for _ in range(_TOKENS):
-                self._forward()
-        return watch.as_value(watch.seconds / _TOKENS)
-
-    def _forward(self) -> None:
-        assert self.model is not None
-        with torch.no_grad():
-            found: torch.Tensor = self.model(self.token)
-        if not bool(torch.isfinite(found).all()):
-            raise MeasurementError("the result is not finite")
-
-    def _whole(self) -> nn.Module:
-        torch.manual_seed(7)
-        return self._new()
-
-    def _new(self) -> nn.Module:
-        width = self.width
-        blocks = [
-            layer
-            for _ in range(self.blocks)
-            for layer in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        ]
-        return nn.Sequential(*blocks).eval().requires_grad_(False)
-
-
-@scenario
-def streamed_weights(bench: Bench) -> None:
-    def worker() -> Worker:
-        return bench.worker(Model, nbytes=2 * bench.nbytes, directory=bench.directory)
-
-    writer = worker()
-    total: int = writer.call("save")
-    writer.close()
-    budget = total // 4
-    paths = sorted(bench.directory.glob("*.safetensors"))
-    needed = total - budget
-
-    def tokens(call: str, **options: Any) -> Measure:
-        return measured(worker(), call, make_cold, paths, **options)
-
-    ours = tokens("streamed", budget_nbytes=budget)
-
-    def streamed(number: int) -> Sample:
-        nonlocal needed
-        sample = ours(number)
-        needed = int(sample.details["read_nbytes"])
-        return sample
-
-    comparison = bench.compare(
-        "stream_weights",
-        f"{total >> 20} MiB of weights, a budget of {budget >> 20} MiB, cold files",
-        ours={STREAMED: streamed},
-        limit={READ: tokens("read", nbytes=lambda _: needed), ALL_IN_MEMORY: tokens("in_memory")},
-        peer={ACCELERATE: tokens("disk_offload")},
-        unit="s a token",
-    )
-    bench.leave_out(comparison, ACCELERATE, "accelerate")
-    over = over_the_slower(comparison, STREAMED, READ, ALL_IN_MEMORY)
-    bench.at_most("stream_weights: time for a token over max(reading, computing)", 1.1, over)
 
 
 def over_the_slower(comparison: Comparison, ours: str, *bounds: str) -> Estimate | None:
