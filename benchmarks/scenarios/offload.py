@@ -190,8 +190,7 @@ def beside_deepspeed(bench: Bench) -> None:
     for label in steps:
         over = comparison.over(THEIRS, label)
         bench.at_least(f"offload: DeepSpeed's step over ours, {label}", 2.5, over)
-        row = comparison.row(label)
-        part = _moved_nbytes(row) / _moved_nbytes(other) if row and other else None
+        part = _moved_over(comparison.row(label), other)
         bench.at_most(f"offload: bytes moved over DeepSpeed's, {label}", 0.5, part)
     largest = max(map(math.prod, shapes(parameters)))
     bench.note(f"DeepSpeed's buffers: {_DEEPSPEED_BUFFERS * largest * 4 / MIB:.0f} MiB")
@@ -202,6 +201,15 @@ def beside_deepspeed(bench: Bench) -> None:
 
 def _moved_nbytes(row: Row) -> float:
     return statistics.median(sample.nbytes for sample in row.samples)
+
+
+def _moved_over(row: Row | None, other: Row | None) -> float | None:
+    """Return the ratio of the bytes moved; None if a row is missing, or the other moves none, as tiny models do."""
+    return (
+        _moved_nbytes(row) / _moved_nbytes(other)
+        if row and other and _moved_nbytes(other)
+        else None
+    )
 
 
 def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
