@@ -47,7 +47,9 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "safetensors_ranks": safetensors.ranks,
     "buckets": buckets.load,
     "safetensors_save": safetensors.save,
+    "safetensors_storage": safetensors.storage,
     "offload_deepspeed": offload.beside_deepspeed,
     "larger_than_memory": larger_than_memory.step,
+    "stream_weights": offload.streamed_weights,
     "embedding": offload.table_embedding,
 }

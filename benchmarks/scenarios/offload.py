@@ -1,4 +1,4 @@
-"""Optimizer state and embeddings on a drive, compared with fio, with computing in memory, and with DeepSpeed.
+"""Optimizer state, weights and embeddings on a drive, compared with fio, with computing in memory, and with DeepSpeed.
 
 Rules: parameters and gradients are in fp32, in tensors of the shapes of a transformer. One process has one copy of
 them, and the offloaded optimizers of all budgets step them in turns. The time of a step includes its last write.
@@ -26,10 +26,12 @@ from tensorferry.offload import (
     OffloadedOptimizer,
     TableEmbedding,
     offload_optimizer,
+    stream_weights,
 )
 from tensorferry.tuning import fio
 from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
+from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -396,6 +398,142 @@ def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
             moved = f"{_moved_nbytes(row) / STEPS / GB:.2f} GB in each step"
             spent = f"{held:.2f} of {row.median:.2f} s are spent in the handle"
             bench.note(f"{name}: {label} moves {moved}; {spent}")
+
+
+# A model in a quarter of its memory: the time for each token, compared with its lower bound.
+#
+# The lower bound is the longer of two times: only reading the bytes that a token needs, and computing with all weights
+# in memory. Weights are float32 in four files, and reads bypass the page cache. The batch is one token, so each read of
+# a weight serves one use. accelerate's ``disk_offload`` has no budget and reads through the page cache.
+
+STREAMED, READ, ACCELERATE = "stream_weights", "reading alone", "accelerate disk_offload"
+_TOKENS = 4  # for one sample
+_SHARDS = 4
+
+
+class Model:
+    """A model with the blocks of two linear layers of a decoder, and about so many bytes of float32 weights."""
+
+    def __init__(self, nbytes: int, directory: Path) -> None:
+        self.width = 1024 if nbytes >= 256 * MIB else 128
+        self.blocks = max(2, nbytes // (4 * 8 * self.width * self.width))
+        self.directory = directory
+        self.paths = [directory / f"{number}.safetensors" for number in range(_SHARDS)]
+        self.token = torch.randn(1, self.width, generator=torch.Generator().manual_seed(3))
+        self.model: nn.Module | None = None
+        self.stream: Any = None
+
+    def save(self) -> int:
+        """Write the weights to shards; return their size in bytes."""
+        from safetensors.torch import save_file
+
+        state = self._whole().state_dict()
+        names = list(state)
+        each = -(-len(names) // _SHARDS)
+        for number, path in enumerate(self.paths):
+            some = names[number * each : (number + 1) * each]
+            save_file({name: state[name] for name in some}, path)
+        return sum(value.nbytes for value in state.values())
+
+    def in_memory(self) -> dict[str, Any]:
+        """Measure the time for a token with all weights in memory."""
+        if self.model is None:
+            self.model = self._whole()
+        return self._tokens()
+
+    def streamed(self, budget_nbytes: int) -> dict[str, Any]:
+        """Measure the time for a token with streamed weights; two passes before the first sample learn the order."""
+        if self.stream is None:
+            with torch.device("meta"):
+                self.model = self._new()
+            self.stream = stream_weights(self.model, self.paths, memory_budget=budget_nbytes)
+            for _ in range(2):
+                self._forward()
+        before = self.stream.stats()["read_nbytes"]
+        result = self._tokens()
+        read = (self.stream.stats()["read_nbytes"] - before) // _TOKENS
+        return result | {"details": {"read_nbytes": read}}
+
+    def read(self, nbytes: int) -> dict[str, Any]:
+        """Measure only reading as many bytes as a token of the streamed model needs."""
+        memory = tensorferry.empty(nbytes // _SHARDS, torch.uint8)
+        with Stopwatch() as watch:
+            for path in self.paths:
+                tensorferry.read(path, memory[: path.stat().st_size])
+        return watch.as_value(watch.seconds, nbytes)
+
+    def disk_offload(self) -> dict[str, Any]:
+        """Measure the time for a token with accelerate's ``disk_offload``, which has no budget and keeps no weights."""
+        if self.model is None:
+            try:
+                from accelerate import disk_offload
+            except ImportError as error:
+                raise UnavailableError(f"accelerate: {error}") from None
+            folder = self.directory / "offloaded"
+            self.model = disk_offload(self._whole(), folder, execution_device=torch.device("cpu"))
+        return self._tokens()
+
+    def _tokens(self) -> dict[str, Any]:
+        with Stopwatch() as watch:
+            for _ in range(_TOKENS):
+                self._forward()
+        return watch.as_value(watch.seconds / _TOKENS)
+
+    def _forward(self) -> None:
+        assert self.model is not None
+        with torch.no_grad():
+            found: torch.Tensor = self.model(self.token)
+        if not bool(torch.isfinite(found).all()):
+            raise MeasurementError("the result is not finite")
+
+    def _whole(self) -> nn.Module:
+        torch.manual_seed(7)
+        return self._new()
+
+    def _new(self) -> nn.Module:
+        width = self.width
+        blocks = [
+            layer
+            for _ in range(self.blocks)
+            for layer in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        ]
+        return nn.Sequential(*blocks).eval().requires_grad_(False)
+
+
+@scenario
+def streamed_weights(bench: Bench) -> None:
+    def worker() -> Worker:
+        return bench.worker(Model, nbytes=2 * bench.nbytes, directory=bench.directory)
+
+    writer = worker()
+    total: int = writer.call("save")
+    writer.close()
+    budget = total // 4
+    paths = sorted(bench.directory.glob("*.safetensors"))
+    needed = total - budget
+
+    def tokens(call: str, **options: Any) -> Measure:
+        return measured(worker(), call, make_cold, paths, **options)
+
+    ours = tokens("streamed", budget_nbytes=budget)
+
+    def streamed(number: int) -> Sample:
+        nonlocal needed
+        sample = ours(number)
+        needed = int(sample.details["read_nbytes"])
+        return sample
+
+    comparison = bench.compare(
+        "stream_weights",
+        f"{total >> 20} MiB of weights, a budget of {budget >> 20} MiB, cold files",
+        ours={STREAMED: streamed},
+        limit={READ: tokens("read", nbytes=lambda _: needed), ALL_IN_MEMORY: tokens("in_memory")},
+        peer={ACCELERATE: tokens("disk_offload")},
+        unit="s a token",
+    )
+    bench.leave_out(comparison, ACCELERATE, "accelerate")
+    over = over_the_slower(comparison, STREAMED, READ, ALL_IN_MEMORY)
+    bench.at_most("stream_weights: time for a token over max(reading, computing)", 1.1, over)
 
 
 def over_the_slower(comparison: Comparison, ours: str, *bounds: str) -> Estimate | None:

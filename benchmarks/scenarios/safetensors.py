@@ -131,6 +131,21 @@ class Saver:
                 sync_directory(path.parent)
         return watch.result(self._nbytes)
 
+    def save_by_storage(self, path: Path) -> dict[str, Any]:
+        """Save to a directory with torch.distributed.checkpoint."""
+        touch_memory(2 * self._nbytes)
+        writer = self._storage.HuggingFaceStorageWriter
+        with Stopwatch() as watch:
+            dcp.save(self._state, storage_writer=writer(str(path)), no_dist=True)
+        return watch.result(self._nbytes)
+
+    def load_by_storage(self, path: Path) -> dict[str, Any]:
+        """Load from a directory with torch.distributed.checkpoint."""
+        reader = self._storage.HuggingFaceStorageReader
+        with Stopwatch() as watch:
+            dcp.load(self._state, storage_reader=reader(str(path)), no_dist=True)
+        return watch.result(self._nbytes)
+
 
 class Planner:
     """A contender that loads by plan."""
@@ -220,6 +235,8 @@ PLANS = "tensorferry load_files"
 PREAD = "safetensors load_file backend=pread"
 SAVE_FILE = "tensorferry.safetensors save_file, sync=True"
 THEIR_SAVE_FILE = "safetensors.torch.save_file, fsync"
+STORAGE = "tensorferry HuggingFaceStorageWriter/Reader"
+THEIR_STORAGE = "torch HuggingFaceStorageWriter/Reader"
 RANKS = 8
 _WAYS = {OURS: "ours", MAP: "map", PREAD: "pread"}
 _BUDGET_NBYTES, _BUDGET_ALLOWANCE_NBYTES = 256 * MIB, 32 * MIB
@@ -229,6 +246,7 @@ _SHARERS = 2
 _DELAYS = ((1, 1.0, 1.5), (10, 1.0, 5.0), (50, 0.25, 5.0))
 _MOUNT_ROUNDS_MAX = 3
 _ON_MOUNT = "cached.safetensors"  # the FUSE server lets the kernel cache a file of this name
+_SAVE_ROUNDS_MAX = 3  # torch's storage needs 10 seconds for each save
 _FIO_NBYTES = GIB  # enough for fio, which has its full speed from the first block on
 # The best of those that `large` tries.
 _FIOS = [
@@ -449,6 +467,48 @@ def save(bench: Bench) -> None:
     over_theirs = saving.over(SAVE_FILE, THEIR_SAVE_FILE)
     bench.at_least("save_file over safetensors", 2.0, over_theirs)
     bench.over_fio("save_file over fio", 0.92, saving, SAVE_FILE)
+
+
+@scenario
+def storage(bench: Bench) -> None:
+    """Compare the Hugging Face storage classes with those of torch.distributed.checkpoint; one rank saves the state."""
+    workers = [bench.worker(Saver, nbytes=bench.nbytes, ours=ours) for ours in (True, False)]
+    saved, model = bench.directory / "saved", bench.directory / "model"
+    workers[0].call("save_by_storage", path=model)
+    (file,) = model.glob("*.safetensors")
+
+    def both(call: str, *prepared: Any, **options: Any) -> dict[str, Any]:
+        mine, other = (measured(w, call, *prepared, **options) for w in workers)
+        return {"ours": {STORAGE: mine}, "peer": {THEIR_STORAGE: other}}
+
+    everything = list(model.iterdir())
+    saves = bench.compare(
+        "Hugging Face storage save",
+        "fresh directory, synced",
+        **both("save_by_storage", remove, [saved], clean=True, path=saved),
+        more=bench.synced_fio(_SAVE_FIOS, bench.nbytes),
+        rounds=bench.rounds_at_most(_SAVE_ROUNDS_MAX),
+    )
+    cold_loads = bench.compare(
+        "Hugging Face storage cold load",
+        "cold files",
+        **both("load_by_storage", make_cold, everything, path=model),
+        more=bench.fio(_SAVE_FIOS, file, "read", file.stat().st_size),
+    )
+    warm_loads = bench.compare(
+        "Hugging Face storage warm load",
+        "cached files",
+        **both("load_by_storage", make_warm, everything, path=model),
+    )
+    for name, comparison, target in (
+        ("save", saves, 8.0),
+        ("cold load", cold_loads, 2.5),
+        ("warm load", warm_loads, 1.0),
+    ):
+        over = comparison.over(STORAGE, THEIR_STORAGE)
+        bench.at_least(f"Hugging Face {name} over torch", target, over)
+        if comparison is not warm_loads:
+            bench.over_fio(f"Hugging Face {name} over fio", 0.9, comparison, STORAGE)
 
 
 def _nbytes(bench: Bench) -> int:
