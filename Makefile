@@ -21,7 +21,6 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 1 : 6)))
 CPP_SANITIZE ?=
 # For `make mutants`: names of mutants in tests/project/mutants.py. Empty: all.
 MUTANTS ?=
-BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 # The C++ targets do not need Python: they use CMake from PATH if VENV does not have it.
@@ -38,7 +37,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo docs test test-cpp test-python test-torch test-gpu bench-gpu test-deepspeed test-vllm test-sglang mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
+.PHONY: help setup build demo docs test test-cpp test-python test-torch test-gpu test-deepspeed test-vllm test-sglang mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -69,9 +68,6 @@ test-torch: ## Run the checkpoint tests with another version of torch: TORCH_VER
 
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU (TORCH=torch installs torch with CUDA)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --ignore tests/standin $(PYTEST_ARGS)
-
-bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the benchmarks that need a GPU
-	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks gpu gpu_tmpfs $(BENCH_ARGS)
 
 test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests with tensorferry: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }

@@ -282,21 +282,10 @@ class Bench:
             self.note(f"{label}: {row.failure}")
 
     @contextlib.contextmanager
-    def on_drives(
-        self, nbytes: int, rate: int | None = None, count: int = 1
-    ) -> Iterator[list[Bench]]:
-        """Yield copies of this bench, each on its own drive over memory (root only).
-
-        ``rate`` limits the speed of each drive, in bytes per second, where the kernel allows that.
-        """
-        with contextlib.ExitStack() as stack:
-            mounted = [stack.enter_context(drives.loop_mounted(nbytes)) for _ in range(count)]
-            if rate and not all(
-                stack.enter_context(drives.limited(each, rate)) for each in mounted
-            ):
-                self.note(f"the drives run at full speed, because {drives.LIMITS} is not writable")
-            workers = stack.enter_context(closing([]))
-            yield [replace(self, directory=each, workers=workers) for each in mounted]
+    def on_drive(self, nbytes: int) -> Iterator[Bench]:
+        """Yield a copy of this bench on a drive over memory (root only)."""
+        with drives.loop_mounted(nbytes) as mounted, closing([]) as workers:
+            yield replace(self, directory=mounted, workers=workers)
 
 
 def contenders_of(kind: Any, ways: Mapping[str, Measure] | None, *tags: str) -> list[Contender]:

@@ -1,4 +1,4 @@
-"""Drives over memory (root only), at full speed or with a limited rate.
+"""Drives over memory (root only).
 
 Each is an ext4 file system on a loop device with direct I/O, over a file in /dev/shm.
 """
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 _MEMORY_DIRECTORY = Path("/dev/shm")
 _TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
-LIMITS = Path("/sys/fs/cgroup/blkio")
 
 
 class NoLoopDeviceError(UnavailableError):
@@ -53,21 +52,6 @@ def loop_mounted(nbytes: int) -> Iterator[Path]:
         _output("mount", "-o", "nodiscard", device, str(mount_point))
         stack.callback(_unmount, str(mount_point))
         yield mount_point
-
-
-@contextlib.contextmanager
-def limited(drive: Path, nbytes_per_second: int) -> Iterator[bool]:
-    """Limit a drive's rate of reads and of writes (cgroup v1), and yield whether that is possible here."""
-    number = drive.stat().st_dev
-    limits = [LIMITS / f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
-    possible = all(os.access(limit, os.W_OK) for limit in limits)
-    for limit in limits if possible else ():
-        limit.write_text(f"{os.major(number)}:{os.minor(number)} {nbytes_per_second}\n")
-    try:
-        yield possible
-    finally:
-        for limit in limits if possible else ():
-            limit.write_text(f"{os.major(number)}:{os.minor(number)} 0\n")
 
 
 def _output(*command: str) -> str:

@@ -410,9 +410,9 @@ class _Loads:
 def loop(bench: Bench) -> None:
     """Save and load half as many bytes on a device that is as fast as memory (root only)."""
     nbytes = bench.nbytes
-    with bench.on_drives(2 * nbytes + nbytes // 4 + 64 * MIB) as (quick,):
+    with bench.on_drive(2 * nbytes + nbytes // 4 + 64 * MIB) as quick:
         saved = _compare_saves(quick, "checkpoint save, fast device", nbytes, 1)
-    with bench.on_drives(nbytes + nbytes // 4 + 64 * MIB) as (quick,):
+    with bench.on_drive(nbytes + nbytes // 4 + 64 * MIB) as quick:
         loads = _Loads(quick, nbytes, {READER: "read", READER_OFF: "off"})
         cold = loads.compare_cold("checkpoint cold load, fast device")
     bench.over_fio("checkpoint save over fio, fast device", 0.85, saved, WRITER)

@@ -183,7 +183,7 @@ LIMIT = "one copy and one CRC-32, one thread"
 def segments(bench: Bench) -> None:
     """Compare segments of ordinary memory in ``--directory``, and on a fast device, where the processor limits."""
     _segments(bench, "segments:", {}, LARGE, 0.95)
-    with bench.on_drives(3 * bench.nbytes + 64 * MIB) as (quick,):
+    with bench.on_drive(3 * bench.nbytes + 64 * MIB) as quick:
         name, options = "segments, fast device:", {"queue_depth": LOOP_DEPTH}
         for comparison, what in _segments(quick, name, options, LOOP_FIOS, 0.85):
             for label, target in ((ONE, 0.85), (_pieces(0, True), 0.75)):

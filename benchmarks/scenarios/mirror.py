@@ -1,13 +1,12 @@
 """Training steps while a mirror uploads the checkpoint to a bucket, compared with steps while the mirror is stopped.
 
-The bucket is a moto server on loopback, in a separate control group that receives only the processor time that the
-other processes leave. A training's machine does not run an S3 server, so its processor time must not slow down the
-steps. Measure the speed of a network on a machine that has one.
+The bucket is a moto server on loopback, which receives only the processor time that other processes leave. A training's
+machine does not run an S3 server, so its processor time must not slow down the steps. Measure the speed of a network on
+a machine that has one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -25,16 +24,14 @@ from tensorferry.tuning.rounds import Sample
 from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from benchmarks.bench import Bench, Measure
     from tensorferry.tuning.workers import Worker
 
 _STEPS = 10
 _ROUNDS = 24
 _WIDTH, _BATCH = 1024, 256
-# For cgroup v1 ("cpu") and v2 (""): the file for a group's share of processor time, and its smallest value.
-_GROUPS = {"cpu": ("cpu.shares", "2"), "": ("cpu.weight", "1")}
+# A server in the idle scheduling class, also where the kernel shares processors between sessions: sched(7).
+_LEFTOVERS = ["sh", "-c", 'echo 19 > /proc/self/autogroup; exec chrt --idle 0 "$@"', "sh"]
 
 
 class Trainer:
@@ -98,11 +95,7 @@ def steps(bench: Bench) -> None:
         raise UnavailableError("moto or obstore is not installed")
     from tests.support import buckets
 
-    with _leftovers() as command, buckets.s3_server(command) as address:
-        if not command:
-            bench.note(
-                "no control group is available for the server, so it competes for the processors"
-            )
+    with buckets.s3_server(_LEFTOVERS) as address:
         everything = os.cpu_count() or 1
         for threads in dict.fromkeys([everything, max(1, everything // 2)]):
             rates: list[float] = []  # MB/s of the mirror
@@ -139,37 +132,3 @@ def _steps(worker: Worker, rates: list[float] | None) -> Measure:
         return Sample(said["seconds"] / _STEPS, said["seconds"])
 
     return measure
-
-
-@contextlib.contextmanager
-def _leftovers() -> Iterator[list[str]]:
-    """Make a control group with the smallest share of processor time, and yield a command prefix that runs in it.
-
-    Yield an empty list if this process cannot make control groups.
-    """
-    for controller, (name, least) in _GROUPS.items():
-        group = _own_group(controller) / f"tensorferry-bench-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            try:
-                (group / name).write_text(least)
-                yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
-                return
-            finally:
-                # rmdir fails with EBUSY until the server's processes have ended.
-                for _ in range(100):
-                    with contextlib.suppress(OSError):
-                        group.rmdir()
-                        break
-                    time.sleep(0.05)
-    yield []
-
-
-def _own_group(controller: str) -> Path:
-    """Return the control group of this process, in which the server's group is made."""
-    root = Path("/sys/fs/cgroup", controller)
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == controller:
-            return root / path.lstrip("/")
-    return root

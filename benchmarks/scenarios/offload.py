@@ -1,12 +1,7 @@
-"""Optimizer state and weights on a drive, compared with the same I/O alone, with computing in memory, and DeepSpeed.
+"""Optimizer state, weights and embeddings on a drive, compared with fio, with computing in memory, and with DeepSpeed.
 
 Rules: parameters and gradients are in fp32, in tensors of the shapes of a transformer. One process has one copy of
-them, and the optimizer in memory and the offloaded optimizers of all budgets step them in turns. The time of a step
-includes its last write.
-
-"The same I/O alone" is fio, which reads and writes as many bytes at the same time. Peak memory is measured in another
-process for each budget, from before the optimizer is made to the end of its third step, in addition to parameters and
-gradients.
+them, and the offloaded optimizers of all budgets step them in turns. The time of a step includes its last write.
 """
 
 from __future__ import annotations
@@ -48,13 +43,10 @@ if TYPE_CHECKING:
 
 BUDGETS_NBYTES = (64 * MIB, 256 * MIB, GIB)
 STATE_NBYTES_PER_PARAMETER = 8
-ALLOWANCE_NBYTES = 64 * MIB
-IN_MEMORY = "torch, in memory"
 THEIRS = "DeepSpeed, ZeRO-3 with NVMe"
 MIXED = "fio, all state read and written at once"
 # Four buffers for each of three states: one is read, one is stepped, and one is written at a time.
 _DEEPSPEED_BUFFERS = 12
-_PEAK_ROUNDS_MAX = 2  # memory varies less than time
 
 
 class Stepper:
@@ -70,17 +62,7 @@ class Stepper:
         small = nn.Parameter(torch.zeros(1))
         small.grad = torch.zeros(1)
         torch.optim.AdamW([small], fused=True).step()
-        self._in_memory: torch.optim.Optimizer | None = None
         self._offloaded: dict[str, OffloadedOptimizer] = {}
-
-    def step_in_memory(self) -> dict[str, Any]:
-        """Measure a step of the optimizer in memory."""
-        if self._in_memory is None:
-            self._in_memory = self._new()
-            self._in_memory.step()
-        with Stopwatch() as watch:
-            self._in_memory.step()
-        return watch.as_value(watch.seconds)
 
     def step(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
         """Measure a step of an offloaded optimizer, including its writes."""
@@ -99,18 +81,6 @@ class Stepper:
         read, written = (after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
         moved = {"read_nbytes": read, "written_nbytes": written}
         return watch.as_value(watch.seconds, read + written, **moved)
-
-    def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
-        """Measure the peak memory of making an offloaded optimizer and of its first three steps."""
-        with Stopwatch() as watch:
-            optimizer = self._offload(budget_nbytes, directories)
-            for _ in range(3):
-                optimizer.step()
-            optimizer.drain()
-        optimizer.close()
-        if watch.peak_growth_nbytes is None:
-            raise UnavailableError("the kernel does not report peak memory")
-        return watch.as_value(watch.peak_growth_nbytes / MIB)
 
     def checkpoint(self, budget_nbytes: int, directories: list[Path], path: Path) -> dict[str, Any]:
         """Measure a checkpoint of an offloaded optimizer's state."""
@@ -161,134 +131,17 @@ def _step(stepper: Worker, budget: int, *directories: Path) -> Measure:
     return measured(stepper, "step", budget_nbytes=budget, directories=list(directories))
 
 
-@scenario
-def steps(bench: Bench) -> None:
-    """Measure steps, checkpoints, and peak memory."""
-    parameters = bench.settings.parameters
-    state_nbytes = parameters * STATE_NBYTES_PER_PARAMETER
-    budgets = _budgets_below(state_nbytes, otherwise=max(state_nbytes // 4, 4 * MIB))
-    every = [*budgets, state_nbytes + state_nbytes // 4]
-    drive = bench.directory / "state"
-    stepper = _stepper(bench, parameters)
-    _steps(bench, stepper, every, drive)
-    _checkpoints(bench, stepper, budgets, drive)
-    stepper.call("end")
-    stepper.close()
-    _peaks(bench, every, drive)
+def _checkpoint(bench: Bench, stepper: Worker, budget: int) -> Measure:
+    drive, path = bench.directory / "state", bench.directory / "checkpoint"
+    step = _step(stepper, budget, drive)
+    how = {"budget_nbytes": budget, "directories": [drive], "path": path}
+    save = measured(stepper, "checkpoint", remove, [path], **how)
 
+    def measure(number: int) -> Sample:
+        step(number)  # changes the state, so a checkpoint has to write it
+        return save(number)
 
-def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Compare steps with all budgets, and their lower bounds, in turns."""
-    shown: dict[int, dict[str, Any]] = {}
-
-    def stepping(budget: int) -> Measure:
-        def measure(number: int) -> Sample:
-            sample = _step(stepper, budget, drive)(number)
-            shown[budget] = sample.details
-            return sample
-
-        return measure
-
-    def alone(budget: int) -> Measure:
-        def measure(_: int) -> Sample:
-            if budget not in shown:
-                raise UnavailableError("no step has been measured, so its bytes are unknown")
-            moved = {name: shown[budget][name] for name in ("read_nbytes", "written_nbytes")}
-            return both_ways(bench.directory, both_ways_config(), **moved)
-
-        return measure
-
-    comparison = bench.compare(
-        f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",
-        "AdamW, fused, fp32; until all is written",
-        ours={_label(budget): stepping(budget) for budget in budgets},
-        limit={IN_MEMORY: measured(stepper, "step_in_memory")}
-        | {_alone_label(budget): alone(budget) for budget in budgets[:-1]},
-        unit="s",
-    )
-    for budget in budgets:
-        row, last = comparison.row(_label(budget)), budget == budgets[-1]
-        limits = [
-            m for label in (IN_MEMORY, _alone_label(budget)) if (m := comparison.median(label))
-        ]
-        others = "in memory" if last else "max(its I/O alone, step in memory)"
-        over = row.median / max(limits) if row and limits else None
-        what = f"offload: step with {_label(budget)} over {others}"
-        bench.at_most(what, 1.02 if last else 1.05, over)
-        if row:
-            read, written = (shown[budget][f"{way}_nbytes"] / GB for way in ("read", "written"))
-            bench.note(f"{row.label}: a step reads {read:.3f} GB and writes {written:.3f} GB")
-
-
-def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
-    """Compare checkpoints between steps; a checkpoint first writes the state that the budget holds in memory."""
-    path = bench.directory / "checkpoint"
-
-    def checkpoint(budget: int) -> Measure:
-        step = _step(stepper, budget, drive)
-        where: dict[str, Any] = {"directories": [drive], "path": path, "budget_nbytes": budget}
-        save = measured(stepper, "checkpoint", remove, [path], **where)
-
-        def measure(number: int) -> Sample:
-            step(number)  # changes the state, so a checkpoint has to write it
-            return save(number)
-
-        return measure
-
-    step, save = _step(stepper, budgets[0], drive), checkpoint(budgets[0])
-
-    def step_after(number: int) -> Sample:
-        save(number)
-        return step(number)
-
-    def step_without(number: int) -> Sample:
-        remove(path)
-        step(number)  # replaces the files that the checkpoint shared with the state
-        return step(number)
-
-    nbytes = bench.settings.parameters * STATE_NBYTES_PER_PARAMETER
-    made = bench.compare(
-        "offload: a checkpoint",
-        f"{nbytes / GB:.3g} GB, on the file system of the state",
-        ours={_label(budget): checkpoint(budget) for budget in budgets},
-        unit="s",
-    )
-    found = bench.compare(
-        "offload: a step after a checkpoint",
-        f"{_label(budgets[0])}; the checkpoint exists during the step",
-        ours={"after a checkpoint": step_after},
-        limit={"without": step_without},
-        unit="s",
-    )
-    remove(path)
-    bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
-    over = found.over("after a checkpoint", "without")
-    bench.at_most("offload: a step after a checkpoint over one without", 1.1, over)
-
-
-def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
-    def in_a_new_process(budget: int) -> Measure:
-        def measure(_: int) -> Sample:
-            stepper = _stepper(bench, bench.settings.parameters)
-            answer = stepper.call("peak", budget_nbytes=budget, directories=[drive])
-            stepper.close()
-            return Sample(**answer)
-
-        return measure
-
-    comparison = bench.compare(
-        "offload: memory",
-        "growth of peak memory in three steps, without parameters and gradients",
-        ours={_label(budget): in_a_new_process(budget) for budget in budgets},
-        unit="MiB",
-        rounds=bench.rounds_at_most(_PEAK_ROUNDS_MAX),
-    )
-    for budget in budgets:
-        most = (1.1 * budget + ALLOWANCE_NBYTES) / MIB
-        row = comparison.row(_label(budget))
-        what = f"offload: peak with {_label(budget)}"
-        note = "largest sample; target: the budget + 10 % + 64 MiB"
-        bench.at_most(what, most, row.median.high if row else None, note, "MiB")
+    return measure
 
 
 @scenario
@@ -318,22 +171,28 @@ def beside_deepspeed(bench: Bench) -> None:
             theirs.call("step")
         return Sample(**theirs.call("step"))
 
-    made = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
+    steps = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
     comparison = bench.compare(
         f"offload: a step of {parameters / 1e6:.3g} M parameters, compared with DeepSpeed",
         "fp32, AdamW, fused; DeepSpeed with pipelined reads and writes",
-        ours=made,
+        ours=steps,
         peer={THEIRS: their_step},
         more=_mixed(bench, state_nbytes),
         unit="s",
     )
+    made = bench.compare(
+        "offload: a checkpoint",
+        f"{state_nbytes / GB:.3g} GB, on the file system of the state",
+        ours={_label(budget): _checkpoint(bench, ours, budget) for budget in budgets},
+        unit="s",
+    )
+    bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
     ours.call("end")
     other = comparison.row(THEIRS)
-    for label in made:
+    for label in steps:
         over = comparison.over(THEIRS, label)
         bench.at_least(f"offload: DeepSpeed's step over ours, {label}", 2.5, over)
-        row = comparison.row(label)
-        part = _moved_nbytes(row) / _moved_nbytes(other) if row and other else None
+        part = _moved_over(comparison.row(label), other)
         bench.at_most(f"offload: bytes moved over DeepSpeed's, {label}", 0.5, part)
     largest = max(map(math.prod, shapes(parameters)))
     bench.note(f"DeepSpeed's buffers: {_DEEPSPEED_BUFFERS * largest * 4 / MIB:.0f} MiB")
@@ -344,6 +203,15 @@ def beside_deepspeed(bench: Bench) -> None:
 
 def _moved_nbytes(row: Row) -> float:
     return statistics.median(sample.nbytes for sample in row.samples)
+
+
+def _moved_over(row: Row | None, other: Row | None) -> float | None:
+    """Return the ratio of the bytes moved; None if a row is missing, or the other moves none, as tiny models do."""
+    return (
+        _moved_nbytes(row) / _moved_nbytes(other)
+        if row and other and _moved_nbytes(other)
+        else None
+    )
 
 
 def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
@@ -382,10 +250,6 @@ def both_ways(directory: Path, config: Config, read_nbytes: int, written_nbytes:
 
 def _label(budget_nbytes: int) -> str:
     return f"budget {budget_nbytes / MIB:.4g} MiB"
-
-
-def _alone_label(budget_nbytes: int) -> str:
-    return f"the same I/O alone, {_label(budget_nbytes)}"
 
 
 # A training step of DeepSpeed's ZeRO-3 with all states on NVMe: its own engine compared with ours.

@@ -336,7 +336,7 @@ def four_files(bench: Bench) -> None:
 def loop(bench: Bench) -> None:
     """Compare loads of one cold file on a device that is as fast as memory (root only)."""
     nbytes = _nbytes(bench)
-    with bench.on_drives(nbytes + nbytes // 8 + 64 * MIB) as (fast,), _little_memory(fast):
+    with bench.on_drive(nbytes + nbytes // 8 + 64 * MIB) as fast, _little_memory(fast):
         model = _Model(fast, 1, tuple(_WAYS))
         model.where += " on a loop device"
         found = model.compare("cold", make_cold, with_fio=True)

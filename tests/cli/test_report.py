@@ -90,11 +90,11 @@ def test_facts_that_could_not_be_determined_are_told_with_the_reason(
     facts["engines"] = {"chosen": unknown, "forced": None, "available": {}}
     facts["system"] = dict.fromkeys(("available_nbytes", "transparent_huge_pages"), unknown)
     facts["gpu"] = {"cuda": unknown, "cufile": unknown}
-    facts["libraries"] = {"torch": unknown, "deepspeed": {"async_io": unknown}}
+    facts["libraries"] = {"torch": unknown, "deepspeed": unknown}
     facts |= {"path": str(directory), "versions": {"torch": unknown}, "advice": []}
     monkeypatch.setattr("tensorferry.tuning.report.report", lambda _: facts)
     printed = run("report", directory).stdout
-    for name in ("engine", "file system", "devices", "memory", "limits", "GPU", "DeepSpeed"):
+    for name in ("engine", "file system", "devices", "memory", "limits", "GPU"):
         assert re.search(rf"^{name} +unknown: the machine hides it", printed, re.MULTILINE)
     assert "no advice" in printed
 

@@ -19,26 +19,23 @@ from tests.support.leaks import settled
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--rounds=2", f"--nbytes={4 << 20}", "--parameters=1000000", "--no-huge-pages")
 ON_LOOP_DEVICES = {"segments", "safetensors_loop", "checkpoint_loop"}
-# With DeepSpeed or a GPU.
-WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "larger_than_memory", "gpu", "gpu_tmpfs"}
+# With DeepSpeed.
+WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "larger_than_memory"}
 
 pytest.importorskip("torch")
 required.module("rich")
 required.module("psutil")
 
-from benchmarks import memory  # noqa: E402
 from benchmarks.__main__ import only_benchmark  # noqa: E402
-from benchmarks.bench import Figure, Outcome, Settings, measured  # noqa: E402
-from benchmarks.scenarios import SCENARIOS, gpu  # noqa: E402
+from benchmarks.bench import Figure, Outcome, measured  # noqa: E402
+from benchmarks.scenarios import SCENARIOS  # noqa: E402
 
 from tensorferry.tuning.rounds import (  # noqa: E402
     Comparison,
     Contender,
     Estimate,
-    Row,
     Sample,
     take_turns,
-    throughput,
 )
 from tensorferry.tuning.workers import UnavailableError, Worker, closing  # noqa: E402
 
@@ -164,18 +161,6 @@ with only_benchmark(lambda: print("waits", flush=True)):
     assert [path.name for path in shared.iterdir()] == ["tensorferry-benchmarks.lock"]
 
 
-@pytest.mark.parametrize("scenario", [gpu.run, gpu.run_on_tmpfs])
-def test_gpu_scenarios_say_that_there_is_no_gpu(
-    scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", warm.python())
-    if pytest.importorskip("torch").cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(UnavailableError, match="no GPU"):
-        scenario(Settings(tmp_path, rounds=1, nbytes=4 << 20))
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,60 +175,3 @@ def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
     assert "lacking: no such machine" in capsys.readouterr().out
     assert program.main(["lacking", *TINY, f"--directory={tmp_path}"]) == 1
     assert program.main(["rest", *TINY, f"--directory={tmp_path}"]) == 0
-
-
-@pytest.mark.parametrize("threads", [0, 3])
-def test_whole_copies_of_the_gpu_scenario_move_what_they_are_given(
-    tmp_path: Path, threads: int
-) -> None:
-    """The copies run on a tensor of the CPU, which needs no GPU."""
-    nbytes = (20 << 20) + 4096
-    peer = gpu.CopyThen(nbytes, threads, device="cpu")
-    path = tmp_path / "target"
-    result = peer.write(path, seed=17, check=True)
-    assert result["nbytes"] == nbytes
-    assert result["locked_nbytes"] == nbytes
-    path.unlink()
-    memory.write_pattern(path, nbytes, 17)
-    assert peer.read(path, seed=17)["seconds"] > 0
-    with pytest.raises(Exception, match="other bytes"):
-        peer.read(path, seed=18)
-
-
-def test_figures_of_the_gpu_scenario_are_over_the_lower_limit() -> None:
-    def row(label: str, kind: Any, speed: float, *tags: str, **details: Any) -> Row:
-        return Row(label, kind, tags, [throughput(1 / speed, 10**9, **details)])
-
-    comparison = Comparison("gpu", "")
-    comparison.rows = [
-        row(gpu.OURS, "ours", 4.5, locked_nbytes=64 << 20),
-        row("whole", "peer", 3.0, "whole"),
-        row("fio", "fio", 4.0),
-        row("calls", "limit", 5.0, "storage"),
-        row("copy", "limit", 9.0, "copy"),
-    ]
-    values = [figure.measured for figure in gpu.figures(comparison, "gpu")]
-    assert values == pytest.approx([0.9, 1.5, 64])
-    assert [figure.target for figure in gpu.figures(comparison, "gpu")] == [0.9, 1.5, 128]
-    comparison.rows[-1].samples[0] = throughput(1 / 11, 10**9)
-    over_whole = gpu.figures(comparison, "gpu")[1]
-    assert over_whole.target == 1.0
-    del comparison.rows[-1]
-    assert gpu.figures(comparison, "gpu")[0].measured is None
-
-
-def test_gpu_scenario_measures_every_contender(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With tensors of the CPU in place of the GPU's; contenders that need a GPU fail."""
-    monkeypatch.setattr(gpu, "_PEERS", "tests.support.cpu_peers")
-    monkeypatch.setattr(sys, "executable", warm.python())
-    settings = Settings(tmp_path, rounds=2, nbytes=4 << 20, huge_pages=False, deepspeed=False)
-    outcome = gpu.run(settings)
-    rows = [row for comparison in outcome.comparisons for row in comparison.rows]
-    failed = {row.label for row in rows if not row.usable}
-    assert failed == {"tensorferry gds_handle"}
-    assert len(outcome.comparisons) == 2
-    assert len(outcome.figures) == 6
-    assert {figure.what for figure in outcome.figures if figure.measured is None} == set()
-    assert not list(tmp_path.iterdir())

@@ -82,10 +82,10 @@ def count_descriptors() -> int:
     return len(list(pathlib.Path("/proc/self/fd").iterdir())) - 1
 
 
-def descriptors() -> list[str]:
-    """Return the targets of the open descriptors of this process."""
+def descriptors(process: int | str = "self") -> list[str]:
+    """Return the targets of the open descriptors of a process, by default this one."""
     targets = []
-    for link in pathlib.Path("/proc/self/fd").iterdir():
+    for link in pathlib.Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):
             targets.append(str(link.readlink()))
     return sorted(targets)

@@ -79,7 +79,7 @@ def tuned(
     monkeypatch.setattr(tuning, "default_settings", lambda: DEFAULT)
     monkeypatch.setattr(tuning, "Drive", lambda folder, *_, **__: folders[folder])
     job = tuning.Job(tuple(folders), candidates=tuple(CANDIDATES), nbytes=64 << 20)
-    found = tuning.tune(job, lambda _: None).found
+    found = tuning.tune(job).found
     return [
         {
             each.direction: each.decision.chosen

@@ -71,9 +71,6 @@ def test_figures_are_medians_with_ranges_and_ratios_those_of_the_same_round() ->
     assert (over, over.low, over.high) == pytest.approx((0.8, 0.8, 0.81))
     assert comparison.median("base") == 10.5
     assert comparison.over("slow", "missing") is None
-    slow = comparison.median("slow")
-    assert slow is not None
-    assert comparison.over_sum("base", ["slow", "slow"]) == pytest.approx(10.5 / 2 / slow)
     assert [each.label for each in comparison.sorted_rows()] == ["base", "slow"]
     assert Comparison("c", "", "s", comparison.rows).sorted_rows()[0].label == "slow"
     content = json.loads(json.dumps(comparison.as_dict()))

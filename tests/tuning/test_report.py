@@ -111,7 +111,6 @@ FEW_CONTEXTS = {"aio_max_nr": 65536, "aio_nr": 65000}
 NO_GPUS = {"torch": {"version": "2.13.0+cpu", "gpus": {"unknown": "built for processors only"}}}
 BROKEN = {"usable": False, "reason": "cuInit: CUDA_ERROR_NO_DEVICE (no device)"}
 NO_CUFILE = {"usable": False, "reason": "libcufile.so.0: not found; remedy: something general"}
-NO_NINJA = {"served_by": "deepspeed", "reason": "ninja is not installed"}
 
 
 def drive(**changes: Any) -> dict[str, Any]:
@@ -201,9 +200,9 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
         gpu(cufile=NO_CUFILE),
         "drivers from 580 on.* or pip install nvidia-cufile-cu12",
     ),
-    "no ninja": (
-        {"libraries": {"deepspeed": {"version": "0.19.8", "async_io": NO_NINJA}}},
-        "^stops .*ninja is not installed.*TENSORFERRY_DEEPSPEED=1.*libaio-dev",
+    "DeepSpeed's own engine": (
+        {"libraries": {"deepspeed": {"version": "0.19.8", "served_by": "deepspeed"}}},
+        "^hint DeepSpeed uses its own async_io.*TENSORFERRY_DEEPSPEED=1",
     ),
 }
 

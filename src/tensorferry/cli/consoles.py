@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.exit_codes import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -94,7 +96,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     with _bar("", *columns, auto_refresh=False) as update:
 
         def report(description: str, done: int, total: int) -> None:
-            update(description=description, completed=done, total=total, refresh=True)
+            update(description=printable(description), completed=done, total=total, refresh=True)
 
         yield report
 
@@ -123,7 +125,7 @@ def _bar(
 ) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress, TextColumn
 
-    text = TextColumn("{task.description}")
+    text = TextColumn("{task.description}", markup=False)
     console = Console(stderr=True)
     with Progress(
         text, *columns, console=console, transient=True, auto_refresh=auto_refresh

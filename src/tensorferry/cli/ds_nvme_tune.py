@@ -52,7 +52,7 @@ def run_ds_nvme_tune(given: dict[str, Any]) -> None:
             say(console, f"--{name} has no effect")
     folders = [str(folder) for folder in given["folders"]]
     say(console, printable(f"Running DeepNVMe performance tuning on {folders}"))
-    result = command.run(console, job)
+    result = command.run(job)
     if given["verbose"]:
         command.print_result(console, result)
     _print_as_theirs(result)

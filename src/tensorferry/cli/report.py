@@ -109,8 +109,8 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     each = [" ".join(f"{key} {value}" for key, value in limit.items()) for limit in known]
     yield "limits", _gap(limits) or ", ".join(each) or "no control group limits I/O"
     yield from _gpu(facts["gpu"], facts["libraries"]["torch"])
-    if operation := facts["libraries"]["deepspeed"].get("async_io"):
-        yield "DeepSpeed", _gap(operation) or f"async_io is served by {operation['served_by']}"
+    if served_by := facts["libraries"]["deepspeed"].get("served_by"):
+        yield "DeepSpeed", f"async_io is served by {served_by}"
 
 
 def _file_system(system: dict[str, Any]) -> str:

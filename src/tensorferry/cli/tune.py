@@ -7,13 +7,10 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 
 from tensorferry.base.checks import format_nbytes
-from tensorferry.cli.consoles import make_console, make_table, print_json, say, show
+from tensorferry.cli.consoles import make_console, make_table, print_json, progress_bar, say, show
 from tensorferry.cli.exit_codes import FAILED, UNUSABLE, ExitError, printable, say_problems
 from tensorferry.cli.options import command_with
 from tensorferry.errors import EngineUnavailableError
@@ -22,8 +19,10 @@ from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.candidates import available_engines, candidates_of_json, default_settings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tensorferry.transfer.settings import Settings
-    from tensorferry.tuning.tune import Finding, Job, Progress, Result
+    from tensorferry.tuning.tune import Finding, Job, Result
 
 _GB = 1e9
 _REMEDIES = {
@@ -44,7 +43,10 @@ def run_tune(given: dict[str, Any]) -> None:
     """
     console = make_console()
     job = make_job(given)
-    result = run(Console(stderr=True) if given["json"] else console, job)
+    if not given["json"]:
+        seconds = job.folder_seconds * len(job.folders)
+        say(console, f"This takes at most {_duration(seconds)} of measurements.")
+    result = run(job)
     if given["json"]:
         print_json(result.as_json())
     else:
@@ -87,27 +89,12 @@ def make_job(given: dict[str, Any]) -> Job:
     )
 
 
-def run(console: Console, job: Job) -> Result:
-    """Tune, with a progress bar, or with a line for each part on a pipe. An error is one line, with exit code 1."""
-    # The bar is drawn between measurements only. A thread that draws it would take processor time from measurements.
-    columns = BarColumn(), TextColumn("{task.description}")
-    terminal = console.is_terminal
-    bar = Bar(*columns, console=console, auto_refresh=False, transient=True, disable=not terminal)
-    task = bar.add_task("", total=1.0)
-    printed: list[str] = []
-
-    def report(progress: Progress) -> None:
-        left = f"{100 * progress.share:.0f} %, at most {_duration(progress.seconds_left)} left"
-        words = f"{left}: {progress.what}"
-        bar.update(task, completed=progress.share, description=printable(words), refresh=True)
-        if not terminal and progress.what not in printed:
-            printed.append(progress.what)
-            say(console, printable(words))
-
+def run(job: Job) -> Result:
+    """Tune, with a progress bar. An error is one line, with exit code 1."""
     try:
-        with warnings.catch_warnings(record=True) as caught, bar:
+        with warnings.catch_warnings(record=True) as caught, progress_bar() as progress:
             warnings.simplefilter("always", RuntimeWarning)
-            result = tuning.tune(job, report)
+            result = tuning.tune(job, progress)
     except (OSError, MemoryError) as problem:
         raise ExitError(FAILED, [_explain(problem, job)]) from None
     except EngineUnavailableError as problem:

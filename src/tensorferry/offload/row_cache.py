@@ -6,7 +6,6 @@ to the proven ways if it was used since it came. Otherwise only its id is rememb
 again in that time, it goes directly to the proven ways. In both kinds of ways the row with the fewest uses is replaced,
 and among rows with equally few uses the one with the oldest use. So rows that are used once, as in a scan, replace few
 others.
-``python -m benchmarks.row_cache`` compares its hit rates with other policies and the optimum.
 
 An interruption, for example by Ctrl-C, may leave a cache half changed. The caller sets :attr:`RowCache.changing` before
 a call and clears it afterwards, and discards a cache in which it is still set.

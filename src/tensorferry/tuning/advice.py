@@ -32,8 +32,6 @@ _LIMITS = {
     "riops": (1, "reads a second"),
     "wiops": (1, "writes a second"),
 }
-# The remedy by which DeepSpeed uses tensorferry instead of its own engine.
-_SERVED = "TENSORFERRY_DEEPSPEED=1 in the environment, or tensorferry.deepspeed.install()"
 
 
 @dataclass(frozen=True)
@@ -139,17 +137,6 @@ def _gpu_driver(facts: Facts) -> Iterator[tuple[str, str, str]]:
             "CUDA tensors cannot be transferred.",
             "install the NVIDIA driver, or in a container use docker run --gpus all ...; nvidia-smi shows whether it "
             "works",
-        )
-
-
-@_rule("stops", "libraries")
-def _deepspeed_lacks(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    operation = known(facts, "libraries", "deepspeed", "async_io") or {}
-    if operation.get("served_by") == "deepspeed" and operation["reason"] is not None:
-        yield (
-            f"DeepSpeed cannot build its async_io: {operation['reason'].rstrip('.')}.",
-            "Offloading to NVMe with DeepSpeed's own engine fails.",
-            f"use {_SERVED}; or, for DeepSpeed's own engine, apt install libaio-dev g++ ninja-build",
         )
 
 
@@ -344,12 +331,12 @@ def _cufile_wheel(driver: str | None) -> str:
 
 @_rule("hint", "libraries")
 def _deepspeeds_own(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    operation = known(facts, "libraries", "deepspeed", "async_io") or {}
-    if operation.get("served_by") == "deepspeed" and operation["reason"] is None:
+    if known(facts, "libraries", "deepspeed", "served_by") == "deepspeed":
         yield (
             "DeepSpeed uses its own async_io.",
             "It is compiled at its first use, and loses data silently in cases where tensorferry raises an error.",
-            f"use {_SERVED} before DeepSpeed is used",
+            "use TENSORFERRY_DEEPSPEED=1 in the environment, or tensorferry.deepspeed.install() before DeepSpeed is "
+            "used",
         )
 
 

@@ -168,13 +168,6 @@ class Comparison:
         row = self.row(label)
         return row.median if row else None
 
-    def over_sum(self, ours: str, theirs: Sequence[str]) -> float | None:
-        """Return the ratio of one contender's median to the sum of the others' medians, or None if one is missing."""
-        medians = [self.median(label) for label in (ours, *theirs)]
-        if any(median is None for median in medians):
-            return None
-        return (medians[0] or 0.0) / sum(median or 0.0 for median in medians[1:])
-
     def describe(self, row: Row | None, what: str = "best fio") -> str:
         """Return a text with ``what``, which is the row's role in the comparison, and the row's label and median."""
         return f"{what}: {row.label}, {row.median:.2f} {self.unit}" if row else f"no {what}"

@@ -134,52 +134,7 @@ class Result:
         }
 
 
-class Progress:
-    """The progress of a run: a description, the share that is done, and an upper bound for the remaining time.
-
-    A run has one part for each direction of each folder.
-    """
-
-    def __init__(self, job: Job, folders: int, on_progress: Callable[[Progress], None]) -> None:
-        self.what = "preparing"
-        self._parts = folders * len(job.directions)
-        self._done, self._share_of_part = 0, 0.0
-        self._expected_seconds = folders * job.folder_seconds
-        self._begin = time.perf_counter()
-        self._on_progress = on_progress
-        on_progress(self)
-
-    @property
-    def share(self) -> float:
-        """The share of the run that is done."""
-        return min(1.0, (self._done + self._share_of_part) / self._parts)
-
-    @property
-    def seconds_left(self) -> float:
-        """The remaining time, if no part ends early."""
-        elapsed = time.perf_counter() - self._begin
-        planned = self._expected_seconds * (1 - self.share)
-        return (
-            max(planned, elapsed / self.share * (1 - self.share)) if self.share > 0.1 else planned
-        )
-
-    def begin_part(self, what: str) -> Callable[[float], None]:
-        """Begin the next part. Return a function that is called with the share of the part that is done."""
-        self.what = what
-        self._on_progress(self)
-
-        def set_share(share: float) -> None:
-            self._share_of_part = share
-            self._on_progress(self)
-
-        return set_share
-
-    def end_part(self) -> None:
-        """End the current part, possibly early."""
-        self._done, self._share_of_part = self._done + 1, 0.0
-
-
-def tune(job: Job, on_progress: Callable[[Progress], None]) -> Result:
+def tune(job: Job, on_progress: Callable[[str, int, int], None] = lambda *_: None) -> Result:
     """Find settings that are faster than the default on the drives behind folders.
 
     Parameters
@@ -187,7 +142,7 @@ def tune(job: Job, on_progress: Callable[[Progress], None]) -> Result:
     job : Job
         The parameters.
     on_progress : callable
-        Called after each step.
+        Called after each step with a description, the share that is done, and the total, in percent of a direction.
 
     Raises
     ------
@@ -206,10 +161,16 @@ def tune(job: Job, on_progress: Callable[[Progress], None]) -> Result:
         drive = folder.stat().st_dev, job.gpus[number % len(job.gpus)]
         if chosen.setdefault(drive, folder) is not folder:
             result.warnings.append(f"{folder}: skipped, because its file system is tuned already")
-    progress = Progress(job, len(chosen), on_progress)
-    for (_, gpu), folder in chosen.items():
+    count = len(job.directions)
+    on_progress("preparing", 0, 1)
+    for number, ((_, gpu), folder) in enumerate(chosen.items()):
+
+        def tell(direction: str, share: float, folder: Path = folder, number: int = number) -> None:
+            done = number * count + job.directions.index(direction) + share
+            on_progress(f"{folder}: {direction}", round(100 * done), 100 * count * len(chosen))
+
         mount = mount_or_none(folder)
-        _tune_folder(result, folder, mount["type"] if mount else "unknown", gpu, progress)
+        _tune_folder(result, folder, mount["type"] if mount else "unknown", gpu, tell)
     result.seconds = time.perf_counter() - begin
     return result
 
@@ -219,7 +180,7 @@ def _tune_folder(
     folder: Path,
     system: str,
     gpu: int | None,
-    progress: Progress,
+    tell: Callable[[str, float], None],
 ) -> None:
     job, default = result.job, result.default
     nbytes = job.nbytes or _suitable_nbytes(folder, gpu, job, default)
@@ -231,10 +192,10 @@ def _tune_folder(
         tried = _usable(job.candidates or candidates(default), drive, result.warnings)
         seconds = job.folder_seconds / len(job.directions)
         for direction in job.directions:
-            set_share = progress.begin_part(f"{folder}: {direction}")
+            told = functools.partial(tell, direction)
+            told(0.0)
             measure = functools.partial(drive.measure, direction=direction)
-            decision = decide(tried, default, measure, seconds, set_share)
-            progress.end_part()
+            decision = decide(tried, default, measure, seconds, told)
             rates = [drive.rates(each, direction) or {} for each in (decision.chosen, default)]
             use = direction, drive.memory
             result.found.append(Finding(folder, system, *use, decision, *rates))

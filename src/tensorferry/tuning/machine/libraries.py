@@ -13,18 +13,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorferry import _core
 from tensorferry.base.libraries import cufile_folders
 from tensorferry.tuning.gpus import torch_gpu_refusal
-from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt, unknown
+from tensorferry.tuning.machine.probe import Facts, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -140,34 +138,11 @@ def torch_facts() -> Facts:
 
 
 def deepspeed_facts() -> Facts:
-    """Import DeepSpeed, and return its version, which library serves its op async_io, and why that would fail or None.
-
-    An op is a compiled extension of DeepSpeed.
-    """
+    """Import DeepSpeed, and return its version, and which library serves its op async_io."""
     installed = importlib.import_module("deepspeed.git_version_info")
-    builder_type = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
-    built = installed.installed_ops.get("async_io", False)
-    return {"version": installed.version, "async_io": attempt(_op, builder_type, built)}
-
-
-def _op(builder_type: Any, built: bool) -> Facts:
-    builder = builder_type()
-    if builder_type.load.__module__.startswith("tensorferry."):
-        return {"served_by": "tensorferry", "reason": None}
-    if builder.NAME == "deepspeed_not_implemented":
-        raise ProbeError("DeepSpeed does not have this op for the machine's accelerator")
-    reasons: list[str] = []
-    # The first warning names what is missing. The others suggest remedies.
-    builder.warning = reasons.append
-    if not builder.is_compatible(verbose=True):
-        reasons = reasons or ["DeepSpeed does not report a reason"]
-    else:
-        reasons = [] if built else _missing_tools()
-    return {"served_by": "deepspeed", "reason": reasons[0] if reasons else None}
-
-
-def _missing_tools() -> list[str]:
-    # ninja may be installed as a Python package, in the folder of an interpreter that is not on PATH.
-    path = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
-    tools = (os.environ.get("CXX", "c++"), "ninja")
-    return [f"{tool} is not installed" for tool in tools if shutil.which(tool, path=path) is None]
+    builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
+    # None: DeepSpeed does not have this op for the machine's accelerator.
+    served_by = None if builder.NAME == "deepspeed_not_implemented" else "deepspeed"
+    if builder.load.__module__.startswith("tensorferry."):
+        served_by = "tensorferry"
+    return {"version": installed.version, "served_by": served_by}
