@@ -233,6 +233,8 @@ class Payloads:
             The payload could not be read.
         """
         run, k = self._run_of.pop(record)
+        if run.is_checked:
+            return run.take(k)
         while not run.released and (oldest := self._pipeline.first()) is not None:
             self._pipeline.release(oldest)
         self._pipeline.advance()
@@ -246,7 +248,7 @@ class Payloads:
 
 
 class _RecordRun(Read):
-    """Consecutive records that one transfer reads."""
+    """Consecutive records that one transfer reads; ``is_checked`` is whether they have been verified."""
 
     def __init__(
         self, directory: ArchiveDirectory, records: list[Record], file: tensorferry.File
@@ -258,7 +260,7 @@ class _RecordRun(Read):
         self._headers: list[bytearray] = []
         self._payloads: list[torch.Tensor | None] = []
         self._sums = Checksums(segments=True)
-        self._is_checked = False
+        self.is_checked = False
 
     def begin(self) -> None:
         segments: list[Any] = []
@@ -274,14 +276,14 @@ class _RecordRun(Read):
 
     def take(self, index: int) -> Any:
         """Return the storage of a record, once all records of the run have been read and verified."""
-        if not self._is_checked:
+        if not self.is_checked:
             self.wait()
             self.futures = ()  # they refer to all payloads
             crcs = self._sums.segments[2::3]
             for record, header, crc in zip(self.records, self._headers, crcs, strict=True):
                 self._directory.check_header(record, memoryview(header))
                 self._directory.check_crc(record, crc)
-            self._is_checked = True
+            self.is_checked = True
         # Drop the reference, because the caller may copy the payload to another device and free it.
         payload, self._payloads[index] = self._payloads[index], None
         assert payload is not None

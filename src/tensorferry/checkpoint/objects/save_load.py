@@ -225,6 +225,9 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
             name_of = cls.persistent_id
 
             def persistent_id(self: Any, item: Any) -> Any:
+                # torch names storages only. It is asked about each of some 20 objects for a tensor, which takes longer.
+                if not isinstance(item, (torch.TypedStorage, torch.UntypedStorage)):
+                    return None
                 name = name_of(self, item)
                 if name is not None:
                     found[name[2]] = item
@@ -302,8 +305,8 @@ def _restore(storage: Any, location: str) -> Any:
     """Restore a storage for torch.load; return None for a storage that is not in a skeleton."""
     loading: _Loading | None = getattr(_thread, "loading", None)
     payload = loading.payload_for(storage) if loading is not None else None
-    if payload is None:
-        return None
+    if payload is None or location == "cpu":
+        return payload
     return torch.serialization.default_restore_location(payload, location)  # type: ignore[no-untyped-call]
 
 
