@@ -773,7 +773,7 @@ MUTANTS = [
         "read-ahead of a safetensors file is bounded, and each of its tensors is given to one"
         " caller",
         "src/tensorferry/safetensors/read_ahead.py",
-        "ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, self._run_nbytes)",
+        "ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, read_nbytes)",
         "ahead.pipeline.memory_nbytes = 1 << 60",
         "tests/safetensors/test_opened.py::"
         "test_what_is_read_ahead_is_bounded_and_goes_with_the_handle",

@@ -158,7 +158,7 @@ class safe_open:  # noqa: N801
         device : str, int or torch.device, optional
             The device of the tensors; by default that of the handle.
         threads : int
-            Accepted for compatibility with safetensors, and otherwise unused: the core's worker threads read.
+            Accepted for the sake of callers that pass it, and otherwise unused: the core's worker threads read.
 
         Raises
         ------
