@@ -205,9 +205,9 @@ MUTANTS = [
     _mutant(
         "a-failed-write-counts-as-stored",
         "an offloaded step is complete, or known to be partial",
-        "src/tensorferry/offload/residency.py",
-        "                failure = failure or error\n                continue\n",
-        "                failure = failure or error\n",
+        "src/tensorferry/offload/holder.py",
+        "            item.dirty, item.failure = True, error",
+        "            item.stored, item.failure = True, error",
         "tests/offload/test_faults.py::test_a_write_that_fails_once_the_step_is_done",
     ),
     _mutant(
