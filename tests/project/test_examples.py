@@ -58,5 +58,5 @@ def test_the_cache_is_larger_than_its_memory_and_leaves_nothing(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 MB of tensors, 1 MB of memory" in done.stdout
-    assert "MB read" in done.stdout
+    assert "6 MB on the drive" in done.stdout
     assert list(tmp_path.iterdir()) == []
