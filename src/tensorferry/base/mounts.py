@@ -9,12 +9,21 @@ from pathlib import Path
 
 Mount = dict[str, str]
 
-LOCAL_FILE_SYSTEMS = frozenset(
-    ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
-)
-# The same file systems by statfs.f_type (statfs(2)); ext2, ext3 and ext4 have one number.
-_LOCAL_TYPES = frozenset([0xCA451A4E, 0x9123683E, 0xEF53, 0xF2F52010, 0x794C7630, 0x858458F6])
-_LOCAL_TYPES |= {0x01021994, 0x58465342, 0x2FC12FC1}
+# File systems that belong to one machine alone, as mountinfo names them, each with its statfs.f_type (statfs(2)).
+_LOCAL_TYPES = {
+    "bcachefs": 0xCA451A4E,
+    "btrfs": 0x9123683E,
+    "ext2": 0xEF53,
+    "ext3": 0xEF53,
+    "ext4": 0xEF53,
+    "f2fs": 0xF2F52010,
+    "overlay": 0x794C7630,
+    "ramfs": 0x858458F6,
+    "tmpfs": 0x01021994,
+    "xfs": 0x58465342,
+    "zfs": 0x2FC12FC1,
+}
+LOCAL_FILE_SYSTEMS = frozenset(_LOCAL_TYPES)
 _libc = ctypes.CDLL(None)
 
 
@@ -64,7 +73,9 @@ def is_local(descriptor: int) -> bool:
     This asks the kernel each time: a device number is given to another file system after an unmount.
     """
     status = (ctypes.c_long * 32)()  # struct statfs is smaller, and begins with f_type
-    return _libc.fstatfs(descriptor, status) == 0 and status[0] & 0xFFFFFFFF in _LOCAL_TYPES
+    return (
+        _libc.fstatfs(descriptor, status) == 0 and status[0] & 0xFFFFFFFF in _LOCAL_TYPES.values()
+    )
 
 
 def mount_of_open(descriptor: int) -> Mount:
