@@ -50,9 +50,8 @@ class FileTensors(Owned, Files):
         self._lock = threading.RLock()
         # Created lazily: a handle may be opened for one tensor only, or used in random order.
         self._ahead: PartLoader | None = None
-        self._ready: dict[
-            str, Any
-        ] = {}  # what was read with the tensor that was taken last from `_ahead`
+        # What was read with the tensor that was taken last from `_ahead`.
+        self._ready: dict[str, Any] = {}
         # The range of the file that was requested in order so far.
         self._begin = self._end = 0
         self._closed = False
@@ -125,15 +124,12 @@ class FileTensors(Owned, Files):
         """Read the bytes of a tensor, or take them from what was read ahead; read further ahead if it is in order."""
         name = tensor.name
         with self._lock:
-            data, ahead, is_next = (
-                self._ready.pop(name, None),
-                self._ahead,
-                tensor.begin == self._end,
-            )
+            data, ahead = self._ready.pop(name, None), self._ahead
             if data is None and (ahead is None or not ahead.has_begun(name)):
                 # Read-ahead that has not come this far waits for tensors that the caller has passed over.
                 if ahead is not None:
                     ahead.close(wait=False)
+                is_next = tensor.begin == self._end
                 if not is_next:
                     self._begin = tensor.begin
                 self._ready = {}
