@@ -338,7 +338,8 @@ class Holder:
             leaving = sum(each.nbytes for each in self._moving if each.writes and not each.keep)
             if last is not None and not last.dirty:
                 self._leave(last)
-            elif last is not None and leaving < max(item.nbytes, self._max_leaving_nbytes):
+                continue
+            if last is not None and leaving < max(item.nbytes, self._max_leaving_nbytes):
                 # A write that has failed may succeed now, but it is repeated only for an item that is needed.
                 if last.failure is not None and (ahead is not None or last in tried):
                     raise last.failure
@@ -489,7 +490,7 @@ class Holder:
     def _reap(self) -> None:
         """Process transfers that have ended, and memory that is no longer used."""
         for item in list(self._moving):
-            if item not in self._needed and all(each.done() for each in item.moving):
+            if item not in self._needed and _is_done(item):
                 self._end(item)
         for place in [each for each in self._orphans if not each.is_used]:
             self._orphans.remove(place)
@@ -537,14 +538,14 @@ class Holder:
         moving = item.moving
         if not moving:
             return None
-        began = None if all(each.done() for each in moving) else time.perf_counter()
+        began = None if _is_done(item) else time.perf_counter()
         try:
             for each in moving:
-                goes_on = item in self._needed and any(other.writes for other in self._moving)
-                while not _ended(each, _SHORT_SECONDS if goes_on else _SLICE_SECONDS):
+                waits = item in self._needed and any(other.writes for other in self._moving)
+                while not _ended(each, _SHORT_SECONDS if waits else _SLICE_SECONDS):
                     if self.interrupted():
                         raise KeyboardInterrupt
-                    if goes_on:
+                    if waits and any(map(_has_written, self._moving)):
                         self.read_ahead()
         finally:
             if began is not None:
@@ -587,6 +588,14 @@ def reserve(
     total = sum(wanted.values())
     in_flight = total if all_in_flight else min(total, in_flight_nbytes) or None
     store.reserve(wanted, in_flight_nbytes=in_flight)
+
+
+def _is_done(item: Item) -> bool:
+    return all(each.done() for each in item.moving)
+
+
+def _has_written(item: Item) -> bool:
+    return item.writes and _is_done(item)
 
 
 def _ended(moving: Future[Any], within_seconds: float) -> bool:

@@ -202,15 +202,12 @@ class StateOnDrives:
         bucket.is_held = True
         return memory
 
-    def _release(
-        self, bucket: Bucket, grown: torch.Tensor | None = None, *, dirty: bool = True
-    ) -> None:
-        """End the use of a bucket; ``grown`` is its memory if its layout has changed."""
+    def _release(self, bucket: Bucket, grown: torch.Tensor | None = None) -> None:
+        """End the use of a bucket, which has changed; ``grown`` is its memory if its layout has changed."""
         bucket.is_held = False
         if grown is not None:
             self._holding.replace(bucket, grown)
-        bucket.dirty |= dirty
-        self._holding.read_ahead()
+        bucket.dirty = True
 
     def _stepped(
         self, bucket: Bucket, memory: torch.Tensor, sweep: Sweep, counters: list[torch.Tensor]
@@ -349,7 +346,7 @@ class StateOnDrives:
         Raises
         ------
         MemoryBudgetError, StorageError
-            A bucket has become larger than the budget, or there is no space; nothing has changed.
+            A bucket has become larger than the budget, or the disk is full; nothing has changed.
         """
         sizes = [bucket.nbytes for bucket in buckets]
         if sizes == self._sizes and self._holder is not None:
