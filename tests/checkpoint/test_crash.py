@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pathlib
 
 RANKS = 2
-KILLS = examples(100)
+KILLS = examples(40)
 GROUP = 20  # kills in one test
 OLD, NEW = 1, 2
 SHAPES = [((1 << 20) + 5,), (300, 7), (1,), (0, 3)]  # the first needs two buffers
@@ -114,7 +114,7 @@ def test_saves_killed_at_any_moment_leave_the_old_checkpoint_or_the_new_one(
     directory: pathlib.Path, old: pathlib.Path
 ) -> None:
     found, known = [], files_of(old / "0")
-    for seed in range(30):
+    for seed in range(12):
         choices = random.Random(f"{SEED} at any moment {seed}")
         checkpoint = directory / str(seed)
         shutil.copytree(old / "0", checkpoint)

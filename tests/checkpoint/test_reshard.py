@@ -81,7 +81,7 @@ def load_state(rank: int, world_size: int, path: str, *, ours: bool) -> None:
             assert found == value, key
 
 
-SAVERS = [(1, True), (2, True), (2, False), (3, True), (4, True)]
+SAVERS = [(1, True), (2, False), (3, True)]
 
 
 def load_all(rank: int, world_size: int, paths: list[str]) -> None:
@@ -96,7 +96,7 @@ def test_state_is_loaded_on_any_number_of_ranks(directory: pathlib.Path) -> None
     for saved_on, ours in SAVERS:
         paths.append(str(directory / f"{len(paths)}"))
         call_on_ranks(saved_on, save_state, saved_on, paths[-1], ours)
-    for loaded_on in (1, 2, 3, 4):
+    for loaded_on in (1, 2, 4):
         call_on_ranks(loaded_on, load_all, loaded_on, paths)
 
 

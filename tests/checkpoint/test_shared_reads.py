@@ -66,11 +66,13 @@ def load_in_each_way(rank: int, path: str, kind: str) -> list[int]:
     return [load_replicated(rank, path, kind, **options) for options in [*ways, {}]]
 
 
-READERS = ["FileSystemReader", pytest.param("HuggingFaceStorageReader", marks=needs_hugging_face)]
-
-
-@pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [
+        (3, "FileSystemReader"),
+        pytest.param(2, "HuggingFaceStorageReader", marks=needs_hugging_face),
+    ],
+)
 def test_each_byte_of_a_replicated_state_is_read_once(
     directory: Path, world_size: int, kind: str
 ) -> None:
@@ -102,9 +104,15 @@ def load_mixed(rank: int, path: str, verify: Any, size: int) -> int:
     return reader.nbytes_read
 
 
-@pytest.mark.parametrize("verify", ["read", "before", "off"])
-@pytest.mark.parametrize("size", [sharing.PART_NBYTES, 100000], ids=["large", "small"])
-@pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    ("writer", "size", "verify"),
+    [
+        (FileSystemWriter, sharing.PART_NBYTES, "read"),
+        (FileSystemWriter, 100_000, "before"),
+        (FileSystemWriter, 100_000, "off"),
+        (dcp.FileSystemWriter, 100_000, "read"),
+    ],
+)
 def test_ranks_that_want_different_things_get_all_of_them(
     directory: Path, writer: Any, size: int, verify: str
 ) -> None:

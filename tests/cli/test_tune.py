@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 required.module("typer")
 required.module("rich")
 
-SMALL = {"io_engine": ["threads"], "block_size": ["256K", "1M"], "queue_depth": [4]}
+SMALL = {"io_engine": ["threads"], "block_size": ["1M"], "queue_depth": [4]}
 BAD = Settings(32 << 10, 1, False, True, 1, "threads")
 
 

@@ -107,15 +107,11 @@ def assert_resumed(found: list[Any], steps: int, tag: str, before: list[Any]) ->
 @pytest.mark.parametrize(
     ("stage", "ranks", "options"),
     [
-        (0, 2, {}),
         (1, 2, {}),
-        (2, 1, {}),
         (2, 2, {"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}),
         (2, 2, {"checkpoint": {"checkpoint_serialization": False}}),
         (3, 2, {}),
-        ("nvme", 2, {}),
         ("nvme", 1, {"checkpoint": {"writer": {"decoupled": True}}}),
-        ("all on nvme", 1, {}),
         ("all on nvme", 2, {}),
     ],
     ids=str,
@@ -279,7 +275,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
         assert each["third"] == "second"
 
 
-@pytest.mark.parametrize("stage", [2, "nvme", "all on nvme"])
+@pytest.mark.parametrize("stage", [2, "all on nvme"])
 def test_engines_that_have_gone_on_load_as_new_ones(
     newest: Environment, directory: pathlib.Path, stage: int | str
 ) -> None:
@@ -353,7 +349,7 @@ def test_killed_saves_leave_the_newest_whole_checkpoint(
     options = {"stage": 2, "checkpoint": {"writer": {"decoupled": decoupled}}}
     seen: list[dict[str, str]] = [{}, {}]
     saved = begun = 0
-    for _ in range(effort.examples(3)):
+    for _ in range(max(2, round(2 * effort.EFFORT))):
         ranks = Ranks(2, place, newest, "until_killed", **options)
         wanted = moment.randint(1, 3)
         while len(ranks.said(0, "saving")) < wanted:

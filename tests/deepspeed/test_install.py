@@ -65,8 +65,8 @@ def test_deepspeed_finds_async_io_compatible_and_gds_not(version: Environment) -
     assert "flatten" in found["utils"]
 
 
-def test_gds_is_served_where_cufile_is(version: Environment, directory: pathlib.Path) -> None:
-    environment = version | standin.environment()
+def test_gds_is_served_where_cufile_is(newest: Environment, directory: pathlib.Path) -> None:
+    environment = newest | standin.environment()
     found = call(f"{PROGRAMS}:gds", environment=environment, directory=directory).result
     assert found == {
         "in_use": False,  # before a probe is needed: a process that uses CUDA cannot fork for it
@@ -99,8 +99,8 @@ def test_without_deepspeed_install_names_the_remedy() -> None:
     assert "pip install deepspeed" in ended.result
 
 
-def test_install_returns_where_the_variable_is_set(version: Environment) -> None:
-    environment = version | {"TENSORFERRY_DEEPSPEED": "1"}
+def test_install_returns_where_the_variable_is_set(newest: Environment) -> None:
+    environment = newest | {"TENSORFERRY_DEEPSPEED": "1"}
     found = call(f"{PROGRAMS}:installed_twice_at_once", environment=environment)
     assert found.result == [True, True, False]
 

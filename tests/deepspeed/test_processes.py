@@ -90,18 +90,16 @@ sys.exit(7)
 
 
 def test_scripts_and_modules_run_under_us_as_under_python(
-    version: Environment, tmp_path: pathlib.Path
+    newest: Environment, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "script.py").write_text(SCRIPT)
     expected = '["__main__", ["-m", "--flag"], "script.py", "tensorferry.deepnvme.builders"]'
     run = ("-m", "tensorferry.deepspeed")
-    as_script = python(*run, tmp_path / "script.py", "-m", "--flag", environment=version)
+    as_script = python(*run, tmp_path / "script.py", "-m", "--flag", environment=newest)
     assert (as_script.returncode, as_script.stdout.splitlines()[-1:]) == (7, [expected])
-    path = os.pathsep.join(filter(None, [str(tmp_path), version.get("PYTHONPATH")]))
-    as_module = python(
-        *run, "-m", "script", "-m", "--flag", environment=version | {"PYTHONPATH": path}
-    )
+    environment = newest | {"PYTHONPATH": str(tmp_path)}
+    as_module = python(*run, "-m", "script", "-m", "--flag", environment=environment)
     assert (as_module.returncode, as_module.stdout.splitlines()[-1:]) == (7, [expected])
 
 

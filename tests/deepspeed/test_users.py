@@ -30,11 +30,11 @@ def test_deepspeeds_pinned_memory_lives_as_long_as_its_tensors(served: Environme
 
 @pytest.mark.parametrize("double_buffer", [True, False])
 def test_torch_save_through_the_fast_file_writer(
-    version: Environment, directory: pathlib.Path, double_buffer: bool
+    newest: Environment, directory: pathlib.Path, double_buffer: bool
 ) -> None:
     found = call(
         f"{PROGRAMS}:fast_file_writer",
-        environment=version | {"TENSORFERRY_DEEPSPEED": "1"},
+        environment=newest | {"TENSORFERRY_DEEPSPEED": "1"},
         directory=directory,
         double_buffer=double_buffer,
     ).result

@@ -1,9 +1,8 @@
-"""Fixtures for tests that need a GPU: the GPUs themselves, and the engines asked for."""
+"""Fixtures for tests that need a GPU: the GPUs themselves."""
 
 from __future__ import annotations
 
 import gc
-import os
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -20,15 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def prepare(items: list[pytest.Item], folder: pathlib.Path) -> None:
-    """Mark the tests of folder; keep those of the engine that TENSORFERRY_ENGINE forces, if it does."""
-    forced = os.environ.get("TENSORFERRY_ENGINE")
-    for item in list(items):
-        if folder not in item.path.parents:
-            continue
-        item.add_marker(pytest.mark.gpu)
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if forced and parameters.get("engine", forced) != forced:
-            items.remove(item)
+    """Mark the tests of folder."""
+    for item in items:
+        if folder in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture

@@ -6,11 +6,9 @@ TENSORFERRY_WHEEL names an existing wheel; without it, the tests build one.
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
 import re
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import pytest
 from tools import build_wheels
 
-from tests.support import required, snippets, warm
+from tests.support import required
 from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,11 +48,6 @@ assert part == data[4097:5097]
 
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(tensorferry.__file__)
-"""
-
-SAY_WHERE_IT_IS = """
-import tensorferry, tensorferry._core
-print(tensorferry.__file__, tensorferry._core.__file__, sep="\\n")
 """
 
 
@@ -210,44 +203,6 @@ def test_wheel_holds_every_module_as_it_is_in_the_sources(wheel: Path) -> None:
     ] == []
 
 
-@pytest.mark.minutes
-def test_an_example_of_each_module_in_the_docs_runs_with_the_wheel(
-    wheel: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    # The fixture is requested here, because tests of wheels alone run without conftest.py and torch.
-    directory = request.getfixturevalue("directory")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    venv = tmp_path / "venv"
-    made = run(sys.executable, "-m", "venv", "--without-pip", venv)
-    assert made.returncode == 0, made.stdout
-    pip = [sys.executable, "-m", "pip", "--isolated", "--python", venv / "bin/python"]
-    done = run(*pip, "install", "--no-index", wheel)
-    assert done.returncode == 0, done.stdout
-    # The examples use the other packages of this environment. Its own .pth files, such as that of the editable install,
-    # are not read there.
-    (site_packages,) = venv.glob("lib/python*/site-packages")
-    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    python = warm.python("torch", interpreter=str(venv / "bin/python"))
-    where = snippets.run(SAY_WHERE_IT_IS, directory, python)
-    assert where.returncode == 0, where.stdout
-    assert all(Path(path).is_relative_to(venv) for path in where.stdout.splitlines()), where.stdout
-
-    # All others run as well with the same modules elsewhere: tests/project/test_docs.py.
-    chosen = snippets.one_for_each_module(snippets.ON_HOST)
-    assert {"README.md", "docs/store.md"} <= {name.partition(":")[0] for name, _ in chosen}
-    failed = []
-    for number, (name, code) in enumerate(chosen):
-        if snippets.missing(code) is None:
-            own = directory / str(number)
-            own.mkdir()
-            done = snippets.run(code, own, python)
-            if done.returncode != 0:
-                failed.append(f"{name}:\n{done.stdout}")
-    assert not failed, "\n".join(failed)
-
-
 def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
     required.module("scikit_build_core")
     settings = {
@@ -290,24 +245,6 @@ def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
     tests = "tests/packaging/test_installed.py"
     assert [name for name in names if name.startswith(("tests/", "build/", ".venv/"))] == [tests]
-
-
-@pytest.mark.minutes
-@pytest.mark.skipif("TENSORFERRY_WHEEL" in os.environ, reason="that wheel was made by other tools")
-def test_the_sdist_builds_elsewhere_into_the_wheel_of_the_checkout(
-    wheel: Path, sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (sources,) = tmp_path.iterdir()
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH["SOURCE_DATE_EPOCH"])
-    again = build_wheels.build_wheel(sys.executable, sources, tmp_path / "wheel", isolated=False)
-    ours, theirs = (contents(path) for path in (wheel, again))
-    assert [
-        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
-    ] == []
-    assert again.name == wheel.name
-    assert again.read_bytes() == wheel.read_bytes()
 
 
 def contents(wheel: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from tests.support.faultfs import why_unavailable
 from tests.support.leaks import settled
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("--rounds=2", f"--nbytes={4 << 20}", "--parameters=1000000", "--no-huge-pages")
+TINY = ("--rounds=1", f"--nbytes={4 << 20}", "--parameters=1000000", "--no-huge-pages")
 ON_LOOP_DEVICES = {"segments", "safetensors_loop", "checkpoint_loop"}
 # With DeepSpeed.
 WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "larger_than_memory"}
@@ -72,7 +72,7 @@ def test_scenario_measures_every_contender(scenario: str, tmp_path: Path) -> Non
     rows = rows_of(content, scenario)
     assert any(row["kind"] == "ours" for row in rows)
     assert {row["label"]: row["failure"] for row in rows if row["failure"]} == {}
-    assert all(len(row["samples"]) >= 2 for row in rows)
+    assert all(row["samples"] for row in rows)
     assert content["figures"]
     if scenario == "large" and required.command("fio"):
         assert any(row["kind"] == "fio" and row["median"] for row in rows)
@@ -87,7 +87,7 @@ def detached() -> bool:
 @pytest.mark.root
 def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
     for scenario in sorted(ON_LOOP_DEVICES):  # in turn: each must detach its devices
-        content = run(scenario, tmp_path, "--rounds=1")
+        content = run(scenario, tmp_path)
         if notes := [note for note in content["scenarios"][scenario]["notes"] if "needs" in note]:
             required.missing("mounts", notes[0])
         assert {row["failure"] for row in rows_of(content, scenario)} == {None}
@@ -102,7 +102,7 @@ def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
 def test_scenarios_measure_ours_even_where_deepspeeds_fails(
     scenario: str, count: int, tmp_path: Path
 ) -> None:
-    content = run(scenario, tmp_path, "--rounds=1")
+    content = run(scenario, tmp_path)
     ours = [row for row in rows_of(content, scenario) if row["kind"] == "ours"]
     assert len(ours) >= count
     assert {row["failure"] for row in ours} == {None}

@@ -18,23 +18,15 @@ TIMEOUT_S = 1500
 FILTERS = {"libaio": ["io_uring"], "threads": ["io_uring", "aio"]}
 BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}
 
-# Tests in which the core chooses the engine: files, handles and streams. Tests of the layers above, which do not depend
-# on that choice, run with the last engine only. All other tests run with each engine outside of this suite.
+# Tests in which the core chooses the engine: files, handles and streams. Layers above do not depend on that choice, and
+# all other tests run with each engine outside of this suite.
 CHOOSING = [
     "tests/transfers/test_files.py",
     "tests/transfers/test_handles.py",
     "tests/project/test_package.py",
     "tests/transfers/test_streams.py",
 ]
-ABOVE = [
-    "tests/transfers/test_futures.py",
-    "tests/checkpoint/test_reading.py",
-    "tests/checkpoint/test_writer.py",
-]
-SUITES = {"libaio": CHOOSING, "threads": CHOOSING + ABOVE}
-TORCH = importlib.util.find_spec("torch") is not None
-# Of 97 and 161; without torch of fewer.
-AT_LEAST = {"libaio": 85, "threads": 140} if TORCH else {"libaio": 70, "threads": 95}
+AT_LEAST = 85 if importlib.util.find_spec("torch") else 70  # of 97; without torch of fewer
 
 
 def under_seccomp(engine: str) -> list[str]:
@@ -89,10 +81,10 @@ def test_where_io_uring_is_hidden_as_by_podman_the_refusal_names_it_and_no_old_k
 def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
     suites.assert_passes(
         # A test with the fixture `engine` behaves here as in the main suite.
-        [*SUITES[engine], "-m", "not engine"],
+        [*CHOOSING, "-m", "not engine"],
         tmp_path,
         timeout_s=TIMEOUT_S,
         prefix=under_seccomp(engine),
         environment={required.VARIABLE: ""},
-        at_least=AT_LEAST[engine],
+        at_least=AT_LEAST,
     )

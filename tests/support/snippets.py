@@ -33,17 +33,6 @@ REHEARSED = [
 ]
 
 
-def one_for_each_module(blocks: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return those of blocks that are the first to import a module of tensorferry."""
-    chosen, seen = [], set()
-    for name, code in blocks:
-        imported = set(re.findall(r"^(?:import|from) (tensorferry[\w.]*)", code, re.MULTILINE))
-        if not imported <= seen:
-            chosen.append((name, code))
-            seen |= imported
-    return chosen
-
-
 def missing(code: str) -> str | None:
     """Return which module that code imports is not installed."""
     names = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
