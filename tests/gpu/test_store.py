@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.support.gpus import Gpu
 
-LARGE = 256 << 10
+LARGE = 4 << 20
 
 
 @pytest.mark.parametrize("nbytes", [0, 5, 4096, LARGE, 5 * LARGE + 77])

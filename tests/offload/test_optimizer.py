@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tensorferry.offload import MemoryBudgetError
+from tensorferry.offload.equality import same
 from tests.offload.twins import (
     SMALL,
     Gradients,
@@ -160,6 +161,16 @@ def test_masters_are_what_a_step_in_fp32_would_have(offloaded):
     assert_same_state(drive, other)
     train(Gradients(params, again), drive, other)
     assert_equal(params, again)
+
+
+def test_a_negative_zero_that_is_written_reaches_the_master(offloaded):
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    drive = offloaded(torch.optim.SGD([param]), master_dtype=torch.float32)
+    for value in (0.0, -0.0, 0.0):
+        param.data.fill_(value)
+        param.grad = torch.zeros_like(param)
+        drive.step()
+        assert same(drive.read_state(param)["master"], torch.full((4,), value))
 
 
 def test_masters_of_an_optimizer_without_state(offloaded):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -655,6 +656,50 @@ def linears(directory: Path, width: int = WIDTH, **options: Any) -> tuple[Any, T
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return offload_training(model, optimizer, directory, memory_budget="4MiB", **options)
+
+
+def test_parameters_are_not_lent_to_another_thread_during_a_backward_pass(directory: Path) -> None:
+    model, drive = linears(directory / "x")
+    errors: list[BaseException | None] = []
+
+    def beside(_: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            errors.append(threads.submit(drive.in_memory(model).__enter__).exception())
+
+    model[0].register_forward_hook(lambda *given: given[-1].register_hook(beside) and None)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    [error] = errors
+    assert "still running" in str(error)
+    with drive.in_memory(model):
+        assert all(param.grad is not None for param in model.parameters())
+    drive.close()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_requires_gradients_may_change_between_the_passes(
+    directory: Path, learns: bool
+) -> None:
+    trained = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if offloaded:
+            model, optimizer = offload_training(
+                *(model, optimizer, directory), memory_budget="4MiB", blocks=list(model)
+            )
+        model[1].requires_grad_(learns)
+        loss = model(torch.ones(2, 9)).sum()
+        model[1].requires_grad_(not learns)
+        if offloaded:
+            with optimizer.in_memory(model), pytest.raises(RuntimeError, match="in a block of"):
+                loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        trained.append([value.clone() for value in model.state_dict().values()])
+    assert same(*trained)
+    optimizer.close()
 
 
 def test_views_and_data_of_other_parameters_may_become_the_data(directory: Path) -> None:

@@ -647,8 +647,8 @@ MUTANTS = [
         "write-many-ignores-sync",
         "success means that close(2) and every sync succeeded",
         "src/tensorferry/transfer/requests.py",
-        "        self._request_flags = write, truncate, sync, True, background\n",
-        "        self._request_flags = write, truncate, False, True, background\n",
+        "    flags = write, bool(truncate), sync, True, background\n",
+        "    flags = write, bool(truncate), False, True, background\n",
         "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
     ),
     _mutant(

@@ -24,7 +24,6 @@ LEVELS = (
     ("deepspeed", "checkpoint", "offload", "serving"),
     ("deepnvme.builders", "deepnvme.ops"),
     ("safetensors", "store", "npy"),
-    ("streams",),  # an alias for code that uses the names of 0.1
     ("",),  # the package itself
     ("deepnvme.handles", "deepnvme.gds"),
     ("table",),

@@ -2,7 +2,14 @@
 
 import pytest
 
-from tensorferry.store import TensorStore
+from tensorferry.store import TensorStore, segments
+from tests.store.data import LARGE
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch):
+    """Tensors need fewer bytes to have files of their own, which saves time. test_life.py tests the real limit."""
+    monkeypatch.setattr(segments, "LARGE_NBYTES", LARGE)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from tensorferry.store.segments import LARGE_NBYTES
 from tests.support.optional import torch
 
-SMALL, LARGE = 5000, LARGE_NBYTES
+# The size from which a tensor has its own file in these tests.
+SMALL, LARGE = 5000, 256 << 10
 
 
 def pattern(nbytes, seed=0):

@@ -26,7 +26,7 @@ from tests.support.forks import passes_in_child
 if TYPE_CHECKING:
     import pathlib
 
-SIZES = [0, 1, 100, 4095, 4096, 5000, 70_000, 300_001, 1 << 20, (1 << 20) + 1, 3 << 20]
+SIZES = [0, 1, 100, 4095, 4096, 5000, 70_000, 300_001, 1 << 20, (1 << 20) + 1, (4 << 20) + 1]
 CALLS = {"write": 30, "read": 8, "delete": 5, "map": 3, "unmap": 1, "reserve": 2, "snapshot": 4}
 CALLS |= {"forget": 3, "commit": 8, "drop_previous": 1, "check": 1, "stats": 1, "reopen": 0.6}
 CALLS |= {"second": 0.5, "fork": 0.2, "change_directory": 0.5}

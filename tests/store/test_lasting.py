@@ -222,6 +222,34 @@ def test_a_snapshot_without_space_for_the_next_versions_leaves_nothing(tmp_path)
         assert (store.read("a").result() == data).all()
 
 
+@pytest.mark.parametrize("temporary", [True, False])
+def test_a_snapshot_shares_files_and_the_store_gets_their_space_back(tmp_path, temporary):
+    count, nbytes = 300, LARGE // 2
+    with TensorStore(tmp_path / "s", temporary=temporary) as store:
+        store.reserve({str(at): nbytes for at in range(count)}, in_flight_nbytes=count * nbytes)
+        for at in range(count):
+            store.write(str(at), full(1, nbytes)).result()
+        free = stats_of(store)["free_nbytes"]
+        store.snapshot(tmp_path / "snap")
+        assert stats_of(store)["free_nbytes"] >= free
+        assert max(file.stat().st_nlink for file in segments_in(tmp_path / "snap")) == 2 - temporary
+        assert used(tmp_path / "snap") <= 2 * count * nbytes + (1 << 20)
+        for at in range(count):
+            if at % 8:  # a few are left in each file
+                store.write(str(at), full(2, nbytes)).result()
+        with TensorStore.open(tmp_path / "snap") as old:
+            assert all((old.read(str(at)).result() == 1).all() for at in range(count))
+        shutil.rmtree(tmp_path / "snap")
+        frozen = [one for one in store._directories[0].segments if one.frozen]
+        assert frozen
+        for number in range(2):  # the first of two commits replaces one that has the old tensors
+            store.snapshot(tmp_path / str(number)) if temporary else store.commit()
+            shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+        assert not {*frozen} & {*store._directories[0].segments}
+        for at in range(count):
+            assert (store.read(str(at)).result() == (2 if at % 8 else 1)).all()
+
+
 def test_snapshots_over_several_directories(tmp_path):
     with TensorStore([tmp_path / "a", tmp_path / "b"]) as store:
         tensors = fill(store, 1)

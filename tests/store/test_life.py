@@ -28,6 +28,11 @@ SOURCES = str(pathlib.Path(tensorferry.store.__file__).parent)
 FAULTS = ["write", "read", "fsync", "fsyncdir", "fallocate", "open", "flush", "truncate", "rename"]
 
 
+@pytest.fixture(autouse=True)
+def large():
+    """In place of the fixture of other tests: the sizes of files are the real ones."""
+
+
 def kind_of(seed: int) -> dict[str, Any]:
     return {
         "directories": 1 + seed % 3 // 2,

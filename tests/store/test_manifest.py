@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry.store import TensorStore, manifest
+from tensorferry.store import TensorStore, manifest, segments
+from tests.store.data import LARGE
 from tests.support.effort import examples
 
 NAME = manifest.name_of(1)
@@ -19,7 +20,8 @@ NAME = manifest.name_of(1)
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("store")
-    with TensorStore(path / "s") as store:
+    with pytest.MonkeyPatch.context() as patch, TensorStore(path / "s") as store:
+        patch.setattr(segments, "LARGE_NBYTES", LARGE)  # as the fixture of each test does
         store.write("a", np.arange(100_000, dtype=np.float32)).result()
         store.write("b", b"bytes").result()
         store.snapshot(path / "snap", b"record")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tensorferry.store import TensorStore
+from tensorferry.store import TensorStore, segments
 from tests.store.data import LARGE, full
 from tests.support import child, leaks, required, slow_calls
 from tests.support.slow_calls import Rule
@@ -131,6 +131,7 @@ def test_a_directory_that_grows_slowly_stops_no_other(tmp_path, call, temporary)
 
 def others_go_on(directory, call, temporary):
     """Write and read while the new segment of one directory hangs."""
+    segments.LARGE_NBYTES = LARGE  # in this process, without the fixture
     calls = slow_calls.attached()
     paths = [f"{directory}/fast", f"{directory}/slow"]  # commits are written to the first one
     with TensorStore(paths, temporary=temporary) as store:
@@ -184,6 +185,7 @@ def test_a_store_that_is_closed_while_it_grows_leaves_no_file(tmp_path):
 
 
 def closed_while_it_grows(directory):
+    segments.LARGE_NBYTES = LARGE  # in this process, without the fixture
     calls = slow_calls.attached()
     store = TensorStore(f"{directory}/s", temporary=False)
     store.write("a", full(1, LARGE)).result()

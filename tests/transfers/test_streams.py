@@ -483,27 +483,3 @@ def test_a_stream_whose_writes_hang_is_given_up_with_a_warning(
             with pytest.warns(RuntimeWarning, match="abandoned"):
                 stream.abort()
         faultfs.clear()
-
-
-def test_where_a_field_was_it_is_found_for_one_release() -> None:
-    sys.modules.pop("tensorferry.streams", None)
-    with pytest.warns(DeprecationWarning, match=r"use tensorferry\.Field"):
-        module = importlib.import_module("tensorferry.streams")
-    assert module.Field is tensorferry.Field
-
-
-def test_names_of_the_last_release_work_and_warn(directory: pathlib.Path) -> None:
-    path = directory / "file.bin"
-    with tensorferry.open(path, "w") as file, file.stream() as stream:
-        with pytest.warns(DeprecationWarning, match="append_with_fields"):
-            stream.append_made(b"head")
-        with pytest.warns(DeprecationWarning, match="begin_finish"):
-            stream.begin_to_finish(truncate=True)
-        stream.wait()
-    assert path.read_bytes() == b"head"
-    with pytest.warns(DeprecationWarning, match="in_place"):
-        sums = tensorferry.Checksums(4096, expected=[zlib.crc32(b"head") ^ 1], straight=True)
-    found = bytearray(4)
-    with pytest.raises(tensorferry.ChecksumError):
-        tensorferry.read(path, found, checksums=sums)
-    assert found == b"head"  # compared in place: the damaged bytes are there

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry.transfer import requests as transfers
-from tensorferry.transfer import runtime
 from tests.support.effort import examples
 from tests.support.expect import assert_equal, assert_works, contents, interrupted, storage_error
 from tests.support.faultfs import Fault, FaultFS
@@ -266,9 +265,7 @@ def test_of_items_that_overlap_the_later_one_wins_whatever_names_their_files_hav
             given_items.append((files[at][name], np.full(nbytes, value, np.uint8), offset))
             wanted[at][offset : offset + nbytes] = bytes([value]) * nbytes
             ends[at] = max(ends[at], offset + nbytes)
-        transfers.transfer_many(
-            runtime.default_scheduler(), given_items, write=True, direct="auto", truncate=truncate
-        )
+        transfers.transfer_many(given_items, True, "auto", truncate=truncate)
         for at in range(2):
             if truncate and any(item[0] == at for item in items):
                 del wanted[at][ends[at] :]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tensorferry.offload.plan import Unit
 
 
+# A dtype in which elements of a size are compared by their bits: 0.0 equals -0.0, and a NaN equals nothing.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class Loan(NamedTuple):
     """A parameter, or a part of one, that the optimizer has for a step."""
 
@@ -123,13 +127,14 @@ def elements_of(unit: Unit | None, tensor: torch.Tensor) -> torch.Tensor:
 def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> None:
     """Copy those elements of a parameter into its master that have been written since the master's last step.
 
-    Without such a write, an element of the parameter is equal to that of the master, rounded to the parameter's dtype.
+    Without such a write, an element of the parameter has the bits of the master's, rounded to the parameter's dtype.
     If ``known`` is false, the master has no values yet, and gets all elements.
     """
     value = value.to(master.device)
     if not known:
         master.copy_(value)
         return
-    written = master.to(value.dtype) != value
+    bits = _INTEGERS[value.itemsize]
+    written = master.to(value.dtype).view(bits) != value.view(bits)
     if bool(written.any()):
         master.copy_(torch.where(written, value.to(master.dtype), master))

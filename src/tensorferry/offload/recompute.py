@@ -27,7 +27,7 @@ from tensorferry.offload.equality import same
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tensorferry.offload.slabs import ModuleUse
     from tensorferry.offload.training import TrainingSwapper
@@ -70,6 +70,7 @@ class BlockCall:
                     f"dicts, {_REMEDY}"
                 )
         self._versions = [slab.versions_now() for slab in use.slabs]
+        self._learns = {param: param.requires_grad for slab in use.slabs for param in slab.fields}
         self._attributes = _Attributes(use.module)
         self._marks: list[Any] = []  # of tensors in arguments and attributes, before the first run
         # Copies of the tensors in attributes, if the first run has changed any of them.
@@ -108,6 +109,7 @@ class BlockCall:
         with (
             attributes.as_before(_copies(self._copies), self._random),
             self._swapper.present_again(self._use),
+            _learning(self._learns),
         ):
             return self._forward(*args, **kwargs)
 
@@ -150,6 +152,19 @@ class BlockCall:
         else:
             dense = plain.resolve_conj().resolve_neg().contiguous()
         return plain.shape, plain.stride(), plain.dtype, _core.crc32(tensor_bytes(dense).numpy())
+
+
+@contextlib.contextmanager
+def _learning(learns: Mapping[torch.Tensor, bool]) -> Iterator[None]:
+    """Have parameters require gradients, or not, for a ``with`` block: what autograd saves depends on it."""
+    now = {param: param.requires_grad for param in learns}
+    try:
+        for param, requires_grad in learns.items():
+            param.requires_grad_(requires_grad)
+        yield
+    finally:
+        for param, requires_grad in now.items():
+            param.requires_grad_(requires_grad)
 
 
 #: The error of a backward pass for parameters that have changed.

@@ -242,6 +242,7 @@ class TrainingSwapper(Swapper):
                 with self.access():
                     self._note_backward()
                     self._end_second_run()
+                    self._check_not_lent(use.name)
                     self.give(use.slabs)
                 yield
             finally:
@@ -316,10 +317,16 @@ class TrainingSwapper(Swapper):
             )
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             why = "torch.func cannot transform it"
-        elif self.lent:
-            why = "it cannot run in a block of in_memory(), where parameters are copies; run it after that block"
         if why:
             raise RuntimeError(f"{name} has its parameters on drives: {why}")
+        self._check_not_lent(name)
+
+    def _check_not_lent(self, name: str) -> None:
+        if self.lent:
+            raise RuntimeError(
+                f"{name} has its parameters on drives: it cannot run in a block of in_memory(), where parameters are "
+                "copies; run it after that block"
+            )
 
     def slab_at(self, tensor: torch.Tensor) -> Slab | None:
         """Return the slab that contains a tensor's memory, if its parameters have values now."""
@@ -627,6 +634,8 @@ class TrainingSwapper(Swapper):
 
     def lend(self, params: Iterable[torch.Tensor]) -> None:
         """Make parameters and their gradients private copies, in the user's own memory."""
+        if self._graph is not None:
+            raise RuntimeError(_INCOMPLETE)
         for param in params:
             slab, field = self.plan.place_of[param]
             [memory] = self.holder.hold([slab])

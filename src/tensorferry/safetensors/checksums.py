@@ -24,7 +24,7 @@ from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.transfer.piece_checksums import piece_crcs
-from tensorferry.transfer.remote import Version, as_path, checked_text, text_of
+from tensorferry.transfer.remote import Version, as_path, checked_text
 from tensorferry.transfer.replacement import Replacement
 from tensorferry.transfer.sidecars import SUFFIX
 
@@ -207,7 +207,7 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
     OSError
         The checksums cannot be read.
     """
-    text, kept = text_of(path), path_of(path)
+    text, kept = checked_text(path), path_of(path)
     if file_nbytes is None:
         file_nbytes = as_path(text).stat().st_size
     # The limit assumes the smallest chunks: 8 digits for each 4096 bytes, which is 1/512 of the file.

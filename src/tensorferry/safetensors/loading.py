@@ -32,7 +32,7 @@ from tensorferry.safetensors import header, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of
 from tensorferry.safetensors.sources import Stored
-from tensorferry.transfer.remote import text_of
+from tensorferry.transfer.remote import checked_text
 from tensorferry.transfer.versioned import VersionedFile
 
 if TYPE_CHECKING:
@@ -251,4 +251,4 @@ def path_of(filename: Any) -> str:
     """Return a path as a string."""
     if not is_pair(filename) and not isinstance(filename, (str, bytes, os.PathLike)):
         raise TypeError(f"filename: {filename!r} is not a path")
-    return text_of(filename, "filename")
+    return checked_text(filename, "filename")

@@ -220,6 +220,7 @@ class TensorPart(Part):
         tensor = stored.tensor
         shape = framework.shape(tensor, stored.path)
         self.stored, self.name, self.index = stored, tensor.name, index
+        self.names = (tensor.name,)
         # None for the complete tensor, and for masks and tensors, by which the framework indexes the complete tensor.
         self.selection = None
         if index is not None:
@@ -487,7 +488,7 @@ class PartLoader(Iterator[tuple[str, Any]]):
 
     def __init__(
         self,
-        parts: Sequence[TensorPart],
+        parts: Sequence[Any],
         files: Files,
         budget_nbytes: int,
         *,
@@ -500,10 +501,11 @@ class PartLoader(Iterator[tuple[str, Any]]):
         if sharers is not None:
             sharers.steps = len(reads)
         self._files = files
-        self._parts: dict[str, tuple[TensorPart, list[PartsRead]]] = {}
+        self._parts: dict[str, tuple[Any, list[PartsRead]]] = {}
         for read in reads:
             for part in read.parts or [read.part]:
-                self._parts.setdefault(part.name, (part, []))[1].append(read)
+                for name in part.names:
+                    self._parts.setdefault(name, (part, []))[1].append(read)
         self._ready: tuple[PartsRead, TensorPart, Any] | None = None
 
     def __next__(self) -> tuple[str, Any]:
@@ -530,27 +532,24 @@ class PartLoader(Iterator[tuple[str, Any]]):
     def take(self, name: str) -> Any:
         """Wait for a part, and return its array."""
         with self.pipeline.lock:
-            part, read, _ = self._wait_for(name)
+            part, read = self._wait_for(name)
             array = self._array_of(part)
             self._give(read, part)
         return array
 
-    def take_read(self, name: str) -> dict[str, Any]:
-        """Wait for a part, and return its memory and that of the other parts that were read with it, by name."""
+    def take_memory(self, name: str) -> tuple[Any, Any]:
+        """Wait for a part, and return it with its memory. No other call gets that memory."""
         with self.pipeline.lock:
-            part, read, is_read = self._wait_for(name)
-            parts = [each for each in read.parts if not each.is_given] if is_read else [part]
-            found = {each.name: each.memory for each in parts}
-            for each in parts:
-                self._give(read, each)
-        return found
+            part, read = self._wait_for(name)
+            memory = part.memory
+            self._give(read, part)
+        return part, memory
 
-    def _wait_for(self, name: str) -> tuple[TensorPart, PartsRead, bool]:
-        """Wait for a part. Return it, its last read, and whether this has read it, and not another attempt."""
+    def _wait_for(self, name: str) -> tuple[Any, PartsRead]:
+        """Wait for a part, and return it with its last read."""
         self.pipeline._check_process()
         self._check_open()
         part, reads = self._parts[name]
-        is_read = True
         try:
             for read in reads:
                 if not read.begun:
@@ -560,9 +559,8 @@ class PartLoader(Iterator[tuple[str, Any]]):
             # The error may be that of a neighbour in the same read, or of a moment that is over.
             self._check_open()
             load(part, self._files)
-            is_read = False
         self._check_open()
-        return part, reads[-1], is_read
+        return part, reads[-1]
 
     def _array_of(self, part: TensorPart) -> Any:
         if self._files.is_mapped and part.nbytes:

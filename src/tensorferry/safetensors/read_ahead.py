@@ -16,10 +16,19 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from tensorferry import _core
 from tensorferry.base.processes import Owned
-from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.errors import StorageError
 from tensorferry.safetensors.loading import SourceFile, aligned
-from tensorferry.safetensors.parts import Files, PartLoader, TensorPart, load
+from tensorferry.safetensors.parts import (
+    LARGE_NBYTES,
+    PAGE_NBYTES,
+    Files,
+    Part,
+    PartLoader,
+    TensorPart,
+    load,
+)
 from tensorferry.transfer.pipeline import read_ahead_nbytes
 
 if TYPE_CHECKING:
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 
     from tensorferry.safetensors.frameworks import Framework
     from tensorferry.safetensors.header import Tensor
+    from tensorferry.safetensors.sources import Stored
     from tensorferry.transfer.files import File
 
 # One loader reads ahead this many times its budget, which is the number of bytes requested in order so far, up to the
@@ -140,13 +150,14 @@ class FileTensors(Owned, Files):
             if ahead is not None:
                 read_nbytes = self._end - self._begin
                 ahead.pipeline.memory_nbytes = min(ahead.pipeline.ahead_nbytes, read_nbytes)
-                ready = ahead.take_read(name)
-                data = ready.pop(name)
-                self._ready = ready
-                return data
-        part = TensorPart(self.source.stored(name), None, self.framework)
-        load(part, self)
-        return part.memory
+                # The error may be that of a neighbour, and the tensor itself be readable.
+                with contextlib.suppress(StorageError):
+                    part, memory = ahead.take_memory(name)
+                    self._ready = ready = part.split(memory)
+                    return ready.pop(name)
+        alone = _TensorRange(self.source.stored(name), [tensor], self.framework)
+        load(alone, self)
+        return alone.split(alone.memory)[name]
 
     @functools.cached_property
     def _in_order(self) -> list[Tensor]:
@@ -163,9 +174,49 @@ class FileTensors(Owned, Files):
             lambda each: each.nbytes <= limit_nbytes and each.end <= end,
             itertools.islice(self._in_order, at + 1, None),
         )
-        parts = []
-        for each in (first, *later):
-            # An error concerns a later tensor. The request for that tensor raises it again.
-            with contextlib.suppress(SafetensorError):
-                parts.append(TensorPart(self.source.stored(each.name), None, self.framework))
+        most_nbytes = min(limit_nbytes, LARGE_NBYTES) if self.framework.on_host else 0
+        ranges = [[first]]
+        for each in later:
+            if each.end - ranges[-1][0].begin <= most_nbytes:
+                ranges[-1].append(each)
+            else:
+                ranges.append([each])
+        parts = [
+            _TensorRange(self.source.stored(tensors[0].name), tensors, self.framework)
+            for tensors in ranges
+        ]
         return PartLoader(parts, self, limit_nbytes)
+
+
+class _TensorRange(Part):
+    """Tensors that follow one another in a file, and are read together. Each of them then owns its pages."""
+
+    def __init__(self, stored: Stored, tensors: list[Tensor], framework: Framework) -> None:
+        nbytes = tensors[-1].end - tensors[0].begin
+        super().__init__(tensors[0].begin, (nbytes,), 1, framework)
+        self.stored, self._tensors = stored, tensors
+        self.names = [each.name for each in tensors]
+
+    @property
+    def _read_begin(self) -> int:
+        return self.begin // PAGE_NBYTES * PAGE_NBYTES if self.framework.on_host else self.begin
+
+    def allocate(self) -> tuple[int, Any]:
+        if not self.framework.on_host:
+            return super().allocate()
+        begin = self._read_begin
+        nbytes = self.begin - begin + self.nbytes
+        self.memory = _core.map_pieces([None], [0], [nbytes])
+        return begin, self.framework.wrap(self.memory.bytes(0, nbytes))
+
+    def split(self, memory: Any) -> dict[str, Any]:
+        """Return the bytes of each tensor. It can be done once, because the last reference to bytes frees them."""
+        framework, begin = self.framework, self._read_begin
+        if not framework.on_host:
+            return {self.names[0]: memory}
+        return {
+            each.name: aligned(
+                framework.wrap(memory.bytes(each.begin - begin, each.nbytes, True)), each, framework
+            )
+            for each in self._tensors
+        }

@@ -621,15 +621,19 @@ class TensorStore(Owned):
             run = os.urandom(8).hex()
             with unfinished(paths, run) as folders:
                 self._fill_snapshot(contents, folders, run)
-        self._tidy()
+        del contents
+        self._tidy(sparse=True)
 
     def _fill_snapshot(self, contents: Contents, folders: Sequence[Folder], run: str) -> None:
-        """Link to the segments of large tensors, copy the others, and write the manifest."""
+        """Link to the segments that are mostly in use, copy the tensors in others, and write the manifest."""
         new_name = _names_of(run)
         places: dict[Segment, tuple[int, str]] = {}
-        for segment in contents.segments():
+        used: Counter[Segment] = Counter()
+        for kept in contents.tensors.values():
+            used[kept.piece.segment] += kept.piece.nbytes
+        for segment in used:
             at = self._folders.index(segment.directory.folder) if len(folders) > 1 else 0
-            if segment.alone and not segment.sync_failed:
+            if 2 * used[segment] >= segment.nbytes and not segment.sync_failed:
                 was_frozen, segment.frozen = segment.frozen, True
                 if link(segment, folders[at], name := new_name()):
                     places[segment] = at, name
@@ -659,7 +663,18 @@ class TensorStore(Owned):
             path = pathlib.Path(folders[0].inner, manifests.name_of(1))
             publication.write_temporary(path, manifests.to_bytes(found), sync=True)
         # The store reserves as much space as before.
+        with self._lock:
+            linked += [
+                one
+                for each in self._directories
+                for one in each.free_pieces()
+                if one.segment.frozen
+            ]
         self._fill(Counter(one.nbytes for one in linked if one.segment.directory.reserved_nbytes))
+        del linked
+        with self._lock:
+            for directory in self._directories:
+                directory.purge()
 
     def _copy(
         self, tensors: Mapping[str, KeptTensor], directories: Sequence[StoreDirectory]
@@ -741,7 +756,7 @@ class TensorStore(Owned):
             for directory in self._directories:
                 directory.earlier_nbytes, directory.changed_nbytes = directory.changed_nbytes, 0
         del contents
-        self._tidy()
+        self._tidy(sparse=True)
 
     def _publish(
         self, commits: Commits, contents: Contents, *, sync: bool, keep_previous: bool
@@ -1013,12 +1028,13 @@ class TensorStore(Owned):
 
     # Checks
 
-    def _tidy(self) -> None:
+    def _tidy(self, *, sparse: bool = False) -> None:
+        """Free space. With ``sparse``, also look at the segments that snapshots have frozen, which takes longer."""
         with self._lock:
             for directory in self._directories:
                 directory.reclaim()
         for directory in self._directories:
-            if segments := directory.tidy():
+            if segments := directory.tidy() + (directory.sparse() if sparse else []):
                 with contextlib.suppress(StorageError):  # reads report damaged data
                     self._rewrite(segments)
 

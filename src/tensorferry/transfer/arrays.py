@@ -99,7 +99,8 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
         The array is in GPU memory, and the CUDA driver cannot be used; the message has the reason.
     """
     torch: Any = sys.modules.get("torch")
-    if _is_instance(torch, "Tensor", array):
+    is_tensor = _is_instance(torch, "Tensor", array)
+    if is_tensor:
         strided = type(array) is torch.Tensor and array.layout is torch.strided
         usual = strided and array.is_cpu and not array.is_nested and array.is_contiguous()
         # The common case takes as few calls as possible, because read_many has thousands of tensors.
@@ -107,28 +108,12 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
             memory = array.data_ptr(), array.nbytes, array.untyped_storage(), None
             if memory[0] and not has_moved(memory):
                 return memory
-        return _of_tensor(torch, array, writable, name, host)
-    if _is_instance(sys.modules.get("numpy"), "ndarray", array):
-        return _of_ndarray(array, writable, name)
     try:
-        view = memoryview(array)
-    except (TypeError, ValueError, BufferError):
-        pass
-    else:
-        return _of_buffer(view, writable, name)
-    # Try this interface before DLPack, because it includes the stream that fills the array.
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is not None:
-        return _of_cuda_array(array, interface, writable, name, host)
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _of_dlpack(array, writable, name, host)
-    remedy = ""
-    if isinstance(array, Mapping) and not writable:
-        remedy = " (remedy: save a dict with tensorferry.checkpoint.save, or its tensors with tensorferry.safetensors)"
-    raise TypeError(
-        f"{name}: expected a torch tensor, a NumPy array or an object with the buffer protocol, "
-        f"__cuda_array_interface__ or DLPack, got {type(array).__name__}{remedy}"
-    )
+        if is_tensor:
+            return _of_tensor(torch, array, writable, name, host)
+        return _of_array(array, writable, name, host)
+    except _RefusedError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
@@ -212,43 +197,72 @@ def has_moved(memory: AnyMemory) -> bool:
     return address.moved()
 
 
+class _RefusedError(ValueError):
+    """An array cannot be transferred; :func:`memory_of` adds the argument's name to the message."""
+
+
 def _is_instance(library: Any, type_name: str, array: Any) -> bool:
     # While another thread is importing the library the type may be missing; then no array of it can exist yet.
     known = getattr(library, type_name, None)
     return isinstance(known, type) and isinstance(array, known)
 
 
+def _of_array(array: Any, writable: bool, name: str, host: bool) -> Memory:
+    """Return the memory of an array that is not a torch tensor."""
+    if _is_instance(sys.modules.get("numpy"), "ndarray", array):
+        return _of_ndarray(array, writable)
+    try:
+        view = memoryview(array)
+    except (TypeError, ValueError, BufferError):
+        pass
+    else:
+        return _of_buffer(view, writable)
+    # Try this interface before DLPack, because it includes the stream that fills the array.
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _of_cuda_array(array, interface, writable, host)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _of_dlpack(array, writable, host)
+    remedy = ""
+    if isinstance(array, Mapping) and not writable:
+        remedy = " (remedy: save a dict with tensorferry.checkpoint.save, or its tensors with tensorferry.safetensors)"
+    raise TypeError(
+        f"{name}: expected a torch tensor, a NumPy array or an object with the buffer protocol, "
+        f"__cuda_array_interface__ or DLPack, got {type(array).__name__}{remedy}"
+    )
+
+
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
     device = tensor.device
     if device.type != "cpu" and host:
-        raise ValueError(f"{name}: expected a tensor in host memory (got device {device})")
+        raise _RefusedError(f"expected a tensor in host memory (got device {device})")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"{name}: expected a tensor in host memory or on an NVIDIA GPU (got device {device})"
+        raise _RefusedError(
+            f"expected a tensor in host memory or on an NVIDIA GPU (got device {device})"
         )
     if device.type == "cuda" and torch.version.hip is not None:
-        raise ValueError(
-            f"{name}: a tensor on an AMD GPU ({device}) is not supported, only NVIDIA GPUs are "
+        raise _RefusedError(
+            f"a tensor on an AMD GPU ({device}) is not supported, only NVIDIA GPUs are "
             "(remedy: pass .cpu())"
         )
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{name}: expected a strided tensor (got layout {tensor.layout})")
+        raise _RefusedError(f"expected a strided tensor (got layout {tensor.layout})")
     if tensor.is_nested:
-        raise ValueError(
-            f"{name}: a nested tensor is not a single block of memory (remedy: pass .values())"
+        raise _RefusedError(
+            "a nested tensor is not a single block of memory (remedy: pass .values())"
         )
     if tensor.is_quantized:
-        raise ValueError(
-            f"{name}: a quantized tensor has parameters outside of its memory (remedy: pass .int_repr())"
+        raise _RefusedError(
+            "a quantized tensor has parameters outside of its memory (remedy: pass .int_repr())"
         )
     if tensor.is_conj() or tensor.is_neg():
         if writable:
-            raise ValueError(f"{name}: cannot read into a lazily conjugated or negated tensor")
+            raise _RefusedError("cannot read into a lazily conjugated or negated tensor")
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
         if writable:
-            raise ValueError(
-                f"{name}: cannot read into a tensor that is not contiguous (strides {tensor.stride()}; {_REMEDY})"
+            raise _RefusedError(
+                f"cannot read into a tensor that is not contiguous (strides {tensor.stride()}; {_REMEDY})"
             )
         tensor = tensor.detach().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
@@ -259,8 +273,8 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     )
     address = 0 if wrapper else tensor.data_ptr()
     if wrapper or (address == 0 and nbytes > 0):
-        raise ValueError(
-            f"{name}: {type(tensor).__name__} has no memory of its own (remedy: for a DTensor pass .to_local(); a "
+        raise _RefusedError(
+            f"{type(tensor).__name__} has no memory of its own (remedy: for a DTensor pass .to_local(); a "
             "parameter of FSDP has no memory while it is resharded)"
         )
     # The storage owns the memory. A reference to the tensor is not enough, because its storage may be replaced.
@@ -269,7 +283,7 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     if device.type == "cpu":
         return address, nbytes, storage, None
     stream = torch.cuda.current_stream(device).cuda_stream
-    return _gpu_memory(address, nbytes, storage, device.index, stream, name)
+    return _gpu_memory(address, nbytes, storage, device.index, stream)
 
 
 def is_dense(tensor: Any) -> bool:
@@ -307,16 +321,14 @@ def tensor_bytes(tensor: Any) -> Any:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
-def _gpu_memory(
-    address: int, nbytes: int, owner: object, device: int, stream: int, name: str
-) -> Memory:
+def _gpu_memory(address: int, nbytes: int, owner: object, device: int, stream: int) -> Memory:
     global last_gpu
     if nbytes == 0:  # no bytes, so a transfer need not wait for the stream
         return address, nbytes, owner, None
     _check_driver()
     if _core.is_capturing(device, stream):
-        raise ValueError(
-            f"{name}: the current stream is being captured into a CUDA graph, which cannot contain file I/O"
+        raise _RefusedError(
+            "the current stream is being captured into a CUDA graph, which cannot contain file I/O"
         )
     last_gpu = device
     return address, nbytes, owner, (device, stream)
@@ -345,83 +357,75 @@ def masked_type() -> tuple[type, ...]:
     return () if masked is None else (masked,)
 
 
-def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
+def _of_ndarray(array: Any, writable: bool) -> Memory:
     if isinstance(array, masked_type()):
-        raise ValueError(
-            f"{name}: a masked array has a mask outside of its bytes (remedy: pass .data or .filled())"
+        raise _RefusedError(
+            "a masked array has a mask outside of its bytes (remedy: pass .data or .filled())"
         )
     if array.dtype.hasobject:
-        raise ValueError(
-            f"{name}: an array of Python objects (dtype {array.dtype}) cannot be transferred as bytes"
+        raise _RefusedError(
+            f"an array of Python objects (dtype {array.dtype}) cannot be transferred as bytes"
         )
     memory = _core.buffer_memory(array, writable)
     if memory is not None:
         return memory[0], memory[1], array, None
     if not array.flags.c_contiguous:
         if writable:
-            raise ValueError(
-                f"{name}: cannot read into an array that is not C-contiguous (strides {array.strides}; {_REMEDY})"
+            raise _RefusedError(
+                f"cannot read into an array that is not C-contiguous (strides {array.strides}; {_REMEDY})"
             )
         array = array.copy(order="C")
     if writable and not array.flags.writeable:
-        raise ValueError(f"{name}: cannot read into a read-only array")
+        raise _RefusedError("cannot read into a read-only array")
     # The buffer protocol has no format for some dtypes (datetime64, ml_dtypes' bfloat16). NumPy's interface has the
     # address of any array.
     return array.__array_interface__["data"][0], array.nbytes, array, None
 
 
-def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
+def _of_buffer(view: memoryview, writable: bool) -> Memory:
     if writable and view.readonly:
-        raise ValueError(f"{name}: cannot read into a read-only buffer")
+        raise _RefusedError("cannot read into a read-only buffer")
     # Field names, which are between colons, may have an O.
     if "O" in re.sub(":[^:]*:", "", view.format):
-        raise ValueError(f"{name}: a buffer of Python objects cannot be transferred as bytes")
+        raise _RefusedError("a buffer of Python objects cannot be transferred as bytes")
     if not view.c_contiguous:
         if writable:
-            raise ValueError(
-                f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides}; {_REMEDY})"
+            raise _RefusedError(
+                f"cannot read into a buffer that is not C-contiguous (strides {view.strides}; {_REMEDY})"
             )
         view = memoryview(view.tobytes())
     memory = _core.buffer_memory(view, writable)
     if memory is None:
-        raise ValueError(
-            f"{name}: the object refuses access to its memory through the buffer protocol"
-        )
+        raise _RefusedError("the object refuses access to its memory through the buffer protocol")
     return memory[0], memory[1], view, None
 
 
-def _of_cuda_array(
-    array: Any, interface: dict[str, Any], writable: bool, name: str, host: bool
-) -> Memory:
+def _of_cuda_array(array: Any, interface: dict[str, Any], writable: bool, host: bool) -> Memory:
     # numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, versions 2 and 3
     kind = type(array).__name__
     if host:
-        raise ValueError(f"{name}: expected an array in host memory (got a {kind} in GPU memory)")
+        raise _RefusedError(f"expected an array in host memory (got a {kind} in GPU memory)")
     typestr, shape = interface["typestr"], tuple(interface["shape"])
     if typestr[1] not in _KINDS_OF_BYTES:
-        raise ValueError(f"{name}: a {kind} of type {typestr!r} cannot be transferred as bytes")
+        raise _RefusedError(f"a {kind} of type {typestr!r} cannot be transferred as bytes")
     if interface.get("mask") is not None:
-        raise ValueError(f"{name}: a {kind} with a mask cannot be transferred as bytes")
+        raise _RefusedError(f"a {kind} with a mask cannot be transferred as bytes")
     itemsize = int(typestr[2:])
     if not _is_c_contiguous(shape, interface.get("strides"), itemsize):
-        raise ValueError(
-            f"{name}: expected a C-contiguous array in GPU memory (remedy: copy it first)"
-        )
+        raise _RefusedError("expected a C-contiguous array in GPU memory (remedy: copy it first)")
     address, read_only = interface["data"]
     if writable and (read_only or _is_immutable(array)):
-        raise ValueError(f"{name}: cannot read into a read-only {kind}")
+        raise _RefusedError(f"cannot read into a read-only {kind}")
     stream = interface.get("stream")
     # Forbidden by the protocol: 0 could mean the legacy or the per-thread default stream.
     if stream == 0:
-        raise ValueError(
-            f"{name}: the stream of a {kind} is 0, which the CUDA array interface forbids"
-        )
+        raise _RefusedError(f"the stream of a {kind} is 0, which the CUDA array interface forbids")
     nbytes = math.prod(shape) * itemsize
     if nbytes == 0:
         return 0, 0, array, None
-    device = _device_of(address, f"{name}: a {kind}")
+    device = _device_of(address, f"a {kind}")
     stream = LEGACY_STREAM if stream is None else stream
-    return _gpu_memory(address, nbytes, array, device, stream, name)
+    return _gpu_memory(address, nbytes, array, device, stream)
 
 
 def _is_c_contiguous(
@@ -442,30 +446,30 @@ def _device_of(address: int, what: str) -> int:
     try:
         return _core.device_of(address)
     except ValueError:
-        raise ValueError(f"{what}: address {address:#x} is not in the memory of a GPU") from None
+        raise _RefusedError(f"{what}: address {address:#x} is not in the memory of a GPU") from None
 
 
-def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
+def _of_dlpack(array: Any, writable: bool, host: bool) -> Memory:
     device, index = array.__dlpack_device__()
     on_gpu = device in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) and not host
     if device not in _HOST_DEVICES and not on_gpu:
-        raise ValueError(
-            f"{name}: expected an array in host memory{'' if host else ' or on an NVIDIA GPU'} "
+        raise _RefusedError(
+            f"expected an array in host memory{'' if host else ' or on an NVIDIA GPU'} "
             f"(got DLPack device ({int(device)}, {index}))"
         )
     # The core calls __dlpack__() without a stream argument. The array's library then makes the legacy stream wait for
     # the work on the array that the library has queued.
     address, nbytes, is_writable, contiguous, view = _core.dlpack_memory(array)
     if writable and (not is_writable or _is_immutable(array)):
-        raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
+        raise _RefusedError(f"cannot read into a read-only {type(array).__name__}")
     if not contiguous:
-        raise ValueError(f"{name}: expected a C-contiguous array (remedy: copy it first)")
+        raise _RefusedError("expected a C-contiguous array (remedy: copy it first)")
     # The view owns the exported memory, even if the array is deleted.
     if not on_gpu or nbytes == 0:
         return address, nbytes, view, None
     if device == _DLPACK_CUDA:  # managed memory has no fixed device, so the exported index is used
-        index = _device_of(address, f"{name}: a {type(array).__name__}")
-    return _gpu_memory(address, nbytes, view, index, LEGACY_STREAM, name)
+        index = _device_of(address, f"a {type(array).__name__}")
+    return _gpu_memory(address, nbytes, view, index, LEGACY_STREAM)
 
 
 def _is_immutable(array: object) -> bool:

@@ -107,23 +107,15 @@ def write(
     if atomic:
         if offset is not None:
             raise ValueError(f"offset: an atomic write replaces the whole file (got {offset})")
-        _check_atomic(truncate)
         if checksums is not None:
             checked(checksums)
-        _write_atomically([(path, array)], sync, direct, priority, checksums)
+        _write_atomically([(path, array)], truncate, sync, direct, priority, checksums)
         return
     transfer(
-        default_scheduler(),
-        path,
-        memory,
-        begin,
-        write=True,
+        *(default_scheduler(), path, memory, begin, True, sync, background, checksums),
         direct=past_cache,
         truncate=bool(truncate),
         replaced=offset is None and truncate is None,
-        sync=sync,
-        background=background,
-        checksums=checksums,
     )
 
 
@@ -184,16 +176,9 @@ def read(
     """
     array, memory = _memory_of_argument(array, writable=True)
     path = checked_path(path)
-    transfer(
-        default_scheduler(),
-        path,
-        memory,
-        checked_offset(offset, memory[1]),
-        write=False,
-        direct=direct_mode(direct),
-        background=in_background(priority),
-        checksums=checksums,
-    )
+    how = False, False, in_background(priority), checksums
+    begin = checked_offset(offset, memory[1])
+    transfer(default_scheduler(), path, memory, begin, *how, direct=direct_mode(direct))
     return array
 
 
@@ -229,21 +214,11 @@ def write_many(
         The error of the first item that failed. Its message has the number of further errors, and ``others`` holds
         them. All other items have been written.
     """
+    past_cache, background = direct_mode(direct), in_background(priority)
     if atomic:
-        direct_mode(direct)
-        in_background(priority)
-        _check_atomic(truncate)
-        _write_atomically(_atomic_items(items), sync, direct, priority, None)
-        return
-    transfer_many(
-        default_scheduler(),
-        items,
-        write=True,
-        direct=direct_mode(direct),
-        truncate=truncate,
-        sync=sync,
-        background=in_background(priority),
-    )
+        _write_atomically(_atomic_items(items), truncate, sync, direct, priority)
+    else:
+        transfer_many(items, True, past_cache, truncate, sync, background)
 
 
 def _memory_of_argument(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
@@ -256,13 +231,6 @@ def _memory_of_argument(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
                 f"array: expected an array, got {type(array).__name__} (the path comes first, then the array)"
             ) from None
         raise
-
-
-def _check_atomic(truncate: bool | None) -> None:
-    if truncate is not None and not truncate:
-        raise ValueError(
-            "truncate: cannot be combined with atomic=True, which replaces the whole file (got False)"
-        )
 
 
 def _atomic_items(items: Iterable[Any]) -> list[tuple[Path, Any]]:
@@ -285,11 +253,16 @@ def _atomic_items(items: Iterable[Any]) -> list[tuple[Path, Any]]:
 
 def _write_atomically(
     items: list[tuple[Path, Any]],
+    truncate: bool | None,
     sync: bool,
     direct: Direct,
     priority: Priority,
-    checksums: Checksums | None,
+    checksums: Checksums | None = None,
 ) -> None:
+    if truncate is not None and not truncate:
+        raise ValueError(
+            "truncate: cannot be combined with atomic=True, which replaces the whole file (got False)"
+        )
     # Imported here: few programs need it, and it would slow down `import tensorferry`.
     from tensorferry.transfer.replacement import replace_files
 
@@ -319,13 +292,8 @@ def read_many(
         The error of the first item that failed. Its message has the number of further errors, and ``others`` holds
         them.
     """
-    transfer_many(
-        default_scheduler(),
-        items,
-        write=False,
-        direct=direct_mode(direct),
-        background=in_background(priority),
-    )
+    past_cache, background = direct_mode(direct), in_background(priority)
+    transfer_many(items, False, past_cache, background=background)
 
 
 def open(

@@ -6,7 +6,6 @@ A chunk is a range of the file with a checksum of its own; a segment is one of s
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
@@ -41,8 +40,6 @@ class Checksums:
         Compare the expected checksums after the bytes have reached the arrays, not before. Use it only for arrays that
         no other code reads until the call has succeeded: after a :class:`ChecksumError` they contain the damaged
         bytes. Where memory and file range are aligned it avoids a copy.
-    straight : bool, optional
-        The name that ``in_place`` had in 0.1. It emits a DeprecationWarning; the next release removes it.
 
     Raises
     ------
@@ -64,15 +61,7 @@ class Checksums:
         segments: bool = False,
         expected: Iterable[int] | None = None,
         in_place: bool = False,
-        straight: bool | None = None,
     ) -> None:
-        if straight is not None:
-            warnings.warn(
-                "Checksums(straight=...) is deprecated; use in_place=...",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            in_place = straight
         if chunk_nbytes is not None:
             chunk_nbytes = integer(chunk_nbytes, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES)
         elif not segments:

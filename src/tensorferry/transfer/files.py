@@ -105,7 +105,7 @@ class File:
             return
         text = checked_path(path)  # type: ignore[arg-type]  # raises for a pair, which cannot be opened for writing
         own = scheduler_for_settings(engine, block_size, queue_depth)
-        self._open(text, how, past_cache, own or default_scheduler(), own)
+        self._open(text, how, past_cache, own)
 
     @classmethod
     def _from_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
@@ -115,7 +115,7 @@ class File:
         which shares the open file description.
         """
         file = cls.__new__(cls)
-        file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
+        file._open(descriptor, _MODES["r+"], direct_mode(direct))
         return file
 
     def _open_object(self, path: Any) -> None:
@@ -143,14 +143,14 @@ class File:
         path: str | int,
         how: tuple[bool, bool, bool, bool, bool],
         direct: str,
-        scheduler: _core.Scheduler,
-        own: _core.Scheduler | None,
+        own: _core.Scheduler | None = None,
     ) -> None:
         """Open a file, with arguments that have been checked.
 
         ``how`` has the flags of _MODES. ``own`` is the scheduler if only this file uses it; the scheduler then ends
-        when the file is closed. If other files share the scheduler, ``own`` is None.
+        when the file is closed. Without it, the file shares the default one.
         """
+        scheduler = own or default_scheduler()
         file = with_descriptors(
             scheduler,
             lambda: (
@@ -453,16 +453,7 @@ class File:
         if checksums is None and scheduler.run_plain(file, array, offset, write, sync, background):
             return array
         array, memory = memory_or_segments(array, writable=not write)
-        transfer(
-            scheduler,
-            file,
-            memory,
-            checked_offset(offset, memory[1]),
-            write=write,
-            sync=sync,
-            background=background,
-            checksums=checksums,
-        )
+        transfer(scheduler, file, memory, checked_offset(offset, memory[1]), *how)
         return array
 
     def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]:
@@ -478,17 +469,8 @@ class File:
             )
         if future is None:
             array, memory = memory_or_segments(array, writable=not write)
-            future = start(
-                scheduler,
-                file,
-                array,
-                memory,
-                checked_offset(offset, memory[1]),
-                write=write,
-                sync=sync,
-                background=background,
-                checksums=checksums,
-            )
+            begin = checked_offset(offset, memory[1])
+            future = start(scheduler, file, array, memory, begin, *how)
         if not future.done():
             self._pending.add(future)
         return future

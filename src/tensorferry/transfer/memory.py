@@ -110,11 +110,7 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
 
 def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        lengths = (
-            (operator.index(shape),)
-            if hasattr(shape, "__index__")
-            else tuple(map(operator.index, shape))
-        )
+        lengths = tuple(map(operator.index, [shape] if hasattr(shape, "__index__") else shape))
     except TypeError:
         raise TypeError(
             f"shape: expected an integer or a sequence of integers, got {shape!r}"

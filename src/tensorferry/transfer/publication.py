@@ -322,16 +322,11 @@ def check_renames(directory: Path, *, replaced: bool) -> None:
     StorageError
         Files cannot be renamed or created there.
     """
-    with storage_errors(directory):
-        _check_renames(directory, replaced=replaced)
-
-
-def _check_renames(directory: Path, *, replaced: bool) -> None:
     mount = mount_or_none(directory)
     checked = (*(mount or {}).values(), str(replaced))
     if mount is not None and checked in _renames_checked:
         return
-    with Temporary(directory) as new, Temporary(directory) as old:
+    with storage_errors(directory), Temporary(directory) as new, Temporary(directory) as old:
         name = old.name if replaced else new_name()
         old.close()
         try:

@@ -103,14 +103,19 @@ class Version(NamedTuple):
     @staticmethod
     def of(file: Any) -> Version:
         """Return the version of an open file; for an object the version to which it was pinned when opened."""
-        return file._version or _of_status(os.fstat(file._open_file().descriptor))
+        return file._version or Version.of_status(os.fstat(file._open_file().descriptor))
 
     @staticmethod
     def at(path: str) -> Version:
         """Return the version of the file or object that a path names now."""
         if is_url(path):
             return _pin(path)[2]
-        return _of_status(os.stat(path))  # noqa: PTH116
+        return Version.of_status(os.stat(path))  # noqa: PTH116
+
+    @staticmethod
+    def of_status(status: os.stat_result) -> Version:
+        """Return the version of a local file."""
+        return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     @staticmethod
     def _of(meta: Any) -> Version:
@@ -120,10 +125,6 @@ class Version(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes of {self.modified:%Y-%m-%d %H:%M:%S}, ETag {self.identity[1]}"
-
-
-def _of_status(status: os.stat_result) -> Version:
-    return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Object(NamedTuple):
@@ -151,16 +152,8 @@ def source_path(path: Readable, name: str = "path") -> str:
     return absolute_path(path, name)  # type: ignore[arg-type]
 
 
-def text_of(path: Readable, name: str = "path") -> str:
-    """Return the text of a source as :func:`source_path` does, but keep a local path as it is."""
-    if is_pair(path):
-        return source_path(path, name)
-    text = os.fsdecode(path)  # type: ignore[arg-type]
-    return source_path(text, name) if is_url(text) else text
-
-
 def checked_text(path: Readable, name: str = "path") -> str:
-    """Return the text of a source as :func:`text_of` does, and raise ValueError or TypeError for an invalid path."""
+    """Return the text of a source as :func:`source_path` does, but keep a relative local path as it is."""
     if is_pair(path) or is_url(path):
         return source_path(path, name)
     return checked_path(path, name)  # type: ignore[arg-type]

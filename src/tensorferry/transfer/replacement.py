@@ -6,7 +6,6 @@ module works without these. It does need rename(), and tests it before any data 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import itertools
@@ -57,8 +56,8 @@ _ACL = "system.posix_acl_access"
 _MAX_LOOKUPS = 100
 
 
-class Target(Owned, abc.ABC):
-    """A new file that will replace the file at a path; the subclasses define how it is written.
+class Target(Owned):
+    """A new file that will replace the file at a path.
 
     A context manager: at the end of the block the new file is renamed to the path, unless the block raises.
 
@@ -72,6 +71,8 @@ class Target(Owned, abc.ABC):
     has_sidecar : bool
         Whether the old file may have a sidecar (:mod:`tensorferry.transfer.sidecars`) although it does not have the
         name of a safetensors file. The sidecar is removed when the old file is replaced.
+    direct : "auto", True or False
+        As for :func:`tensorferry.write`.
 
     Raises
     ------
@@ -86,12 +87,14 @@ class Target(Owned, abc.ABC):
         The path that the new file will have.
     """
 
-    def __init__(self, path: AnyPath, *, sync: bool, has_sidecar: bool = False) -> None:
+    def __init__(
+        self, path: AnyPath, *, sync: bool, has_sidecar: bool = False, direct: Direct = "auto"
+    ) -> None:
         target, old = _resolve(path)
         self.target = str(target)
         self._sidecars = sidecars.paths_of(path) if has_sidecar or sidecars.is_usual(path) else []
         self._last_name = target.name
-        self._sync = sync
+        self._sync, self._direct = sync, direct
         self._finished = self._is_open = False
         self._set_owner()
         with self.naming_target():
@@ -119,17 +122,17 @@ class Target(Owned, abc.ABC):
         self._open(self._new.descriptor)
         self._is_open = True
 
-    @abc.abstractmethod
     def _open(self, descriptor: int) -> None:
         """Open the file of a descriptor for writing."""
+        self._file = File._from_descriptor(descriptor, direct=self._direct)
 
-    @abc.abstractmethod
     def _finish(self) -> None:
         """Write the remaining bytes, make the data durable if requested, and close the file."""
+        self._file.close()
 
-    @abc.abstractmethod
     def _abort(self) -> None:
         """Close the file once no write to it is in flight."""
+        self._file.close()
 
     def finish(self) -> None:
         """Write the remaining bytes; with ``sync`` the data is then durable. A later :meth:`commit` only renames."""
@@ -287,10 +290,9 @@ class Replacement(Target):
         super().__init__(path, sync=sync, has_sidecar=has_sidecar)
 
     def _open(self, descriptor: int) -> None:
+        super()._open(descriptor)
         self.file = NewFile(
-            File._from_descriptor(descriptor),
-            reserve_nbytes=self._reserve_nbytes,
-            checksums=self._checksums,
+            self._file, reserve_nbytes=self._reserve_nbytes, checksums=self._checksums
         )
 
     def _finish(self) -> None:
@@ -298,25 +300,6 @@ class Replacement(Target):
 
     def _abort(self) -> None:
         self.file.abort()
-
-
-class AtomicFile(Target):
-    """A replacement file that one transfer with ``sync=True`` writes before the rename; see :class:`Target`."""
-
-    file: File
-
-    def __init__(self, path: AnyPath, *, direct: Direct) -> None:
-        self._direct = direct
-        super().__init__(path, sync=True)
-
-    def _open(self, descriptor: int) -> None:
-        self.file = File._from_descriptor(descriptor, direct=self._direct)
-
-    def _finish(self) -> None:
-        self.file.close()
-
-    def _abort(self) -> None:
-        self.file.close()
 
 
 def replace_files(
@@ -353,12 +336,12 @@ def replace_files(
     remaining = deque(items)
     while remaining:
         with contextlib.ExitStack() as to_close:
-            writing: list[tuple[AnyPath, AtomicFile, Future[Any]]] = []
+            writing: list[tuple[AnyPath, Target, Future[Any]]] = []
             while remaining and len(writing) < _MAX_CONCURRENT:
                 path, array = remaining.popleft()
                 with _collect_errors(failures, path):
                     try:
-                        replacement = AtomicFile(path, direct=direct)
+                        replacement = Target(path, sync=True, direct=direct)
                     except OSError as error:
                         if writing and error.errno in _TOO_MANY_FILES:
                             remaining.appendleft((path, array))
@@ -366,7 +349,7 @@ def replace_files(
                         raise
                     to_close.callback(replacement.abort)
                     with replacement.naming_target():
-                        future = replacement.file.write_from(
+                        future = replacement._file.write_from(
                             array, sync=True, priority=priority, checksums=checksums
                         )
                     to_close.callback(future._abandon)

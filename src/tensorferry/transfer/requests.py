@@ -32,7 +32,7 @@ from tensorferry.transfer.arrays import (
 )
 from tensorferry.transfer.checksums import checked
 from tensorferry.transfer.futures import Future
-from tensorferry.transfer.runtime import with_descriptors
+from tensorferry.transfer.runtime import default_scheduler, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,14 +67,14 @@ def transfer(
     target: Path | int | _core.File,
     memory: AnyMemory,
     offset: int,
-    *,
     write: bool,
-    direct: str = "auto",
-    truncate: bool = False,
-    replaced: bool = False,
     sync: bool = False,
     background: bool = False,
     checksums: Checksums | None = None,
+    *,
+    direct: str = "auto",
+    truncate: bool = False,
+    replaced: bool = False,
     name: str = "path",
 ) -> None:
     """Move one array, or several consecutive ones, and return when the transfer is complete.
@@ -132,12 +132,11 @@ def start(
     array: _Array,
     memory: AnyMemory,
     offset: int,
-    *,
     write: bool,
-    direct: str = "auto",
     sync: bool = False,
     background: bool = False,
     checksums: Checksums | None = None,
+    *,
     name: str = "path",
 ) -> Future[_Array]:
     """Start to move one array, or several consecutive ones, and return a future for the transfer."""
@@ -150,7 +149,7 @@ def start(
         file = (
             target
             if isinstance(target, _core.File)
-            else open_for_transfer(target, write, direct, name)
+            else open_for_transfer(target, write, "auto", name)
         )
         request = scheduler.new_request(write, False, sync, opened, background)
         submit_one(scheduler, request, file, memory, offset, future, sums)
@@ -288,9 +287,7 @@ def text_of(target: Path | int | _core.File) -> str:
 
 
 def transfer_many(
-    scheduler: _core.Scheduler,
     items: Iterable[tuple[Any, ...]],
-    *,
     write: bool,
     direct: str,
     truncate: bool | None = False,
@@ -322,10 +319,8 @@ def transfer_many(
             batch.paths[at] = checked_path(path, f"items[{at}]")
     files = _file_identities(batch.paths) if write else {}
     replaced = _replaced_paths(batch.paths, items, files) if truncate is None else frozenset()
-    call = _BatchTransfer(
-        scheduler, batch, files, write, direct, bool(truncate), replaced, sync, background
-    )
-    failures = call.run()
+    flags = write, bool(truncate), sync, True, background
+    failures = _BatchTransfer(batch, files, direct, replaced, flags).run()
     for path in replaced:
         if not isinstance(path, int):
             sidecars.remove(path)
@@ -415,14 +410,7 @@ class _Batch(NamedTuple):
         return self._map_columns(lambda column: [column[at] for at in order])
 
     def _map_columns(self, chosen: Callable[[list[Any]], list[Any]]) -> _Batch:
-        return _Batch(
-            chosen(self.paths),
-            chosen(self.addresses),
-            chosen(self.nbytes),
-            chosen(self.offsets),
-            chosen(self.owners),
-            None if self.locations is None else chosen(self.locations),
-        )
+        return _Batch._make(None if column is None else chosen(column) for column in self)
 
 
 _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
@@ -437,26 +425,21 @@ class _BatchTransfer:
 
     def __init__(
         self,
-        scheduler: _core.Scheduler,
         batch: _Batch,
         files: dict[Path, object],
-        write: bool,
         direct: str,
-        truncate: bool,
         replaced: AbstractSet[Path],
-        sync: bool,
-        background: bool,
+        flags: tuple[bool, bool, bool, bool, bool],
     ) -> None:
-        self._scheduler = scheduler
-        self._write = write
-        self._truncate = truncate
+        self._scheduler = default_scheduler()
         self._replaced = replaced
         self._direct = direct
-        self._request_flags = write, truncate, sync, True, background
+        self._flags = flags  # write, truncate, sync, close_files, background
+        self._write, self._truncate, *_ = flags
         # The items of one file are made consecutive: the file is opened, truncated and synced once, and adjacent
         # ranges are merged into larger blocks.
         self._files = files
-        self._order = _order_of(batch, files, write)
+        self._order = _order_of(batch, files, self._write)
         self._batch = batch if isinstance(self._order, range) else batch.select(self._order)
         # Errors of items that were refused before they could be submitted, by position in the batch.
         self._refused: dict[int, StorageError] = {}
@@ -467,7 +450,7 @@ class _BatchTransfer:
     def run(self) -> list[tuple[int, StorageError]]:
         """Move all items; return the position and error of each one that failed, in the caller's order."""
         self._scheduler.check_usable()
-        request = self._scheduler.new_request(*self._request_flags)
+        request = self._scheduler.new_request(*self._flags)
         with _cancelled_on_error(request):
             begin = 0
             while begin < len(self._batch.paths):

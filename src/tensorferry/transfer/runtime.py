@@ -158,7 +158,7 @@ class _DescriptorWait:
     def wait(self) -> None:
         """Return when a request has closed its file, or after a short time."""
         count, before = _core.files_of_requests()
-        moved = self._moved()
+        moved = _moved(self._scheduler)
         end = time.monotonic() + _POLL_SECONDS
         while count and _core.files_of_requests()[1] == before:
             left = end - time.monotonic()
@@ -168,17 +168,13 @@ class _DescriptorWait:
                 self._scheduler.wait_for_progress(left)
             else:  # the open files belong to requests of another scheduler
                 time.sleep(0.001)
-        quiet = _core.files_of_requests()[1] == before and self._moved() == moved
+        quiet = _core.files_of_requests()[1] == before and _moved(self._scheduler) == moved
         # Count intervals, not clock time, because the clock continues while the process is stopped.
         self._quiet_seconds = self._quiet_seconds + _POLL_SECONDS if quiet else 0.0
         self._times += 1
         self.is_over = (
             count == 0 or self._times >= _MAX_WAITS or self._quiet_seconds >= _NO_PROGRESS_SECONDS
         )
-
-    def _moved(self) -> object:
-        counted = self._scheduler.stats()
-        return counted["read_nbytes"], counted["written_nbytes"]
 
 
 def descriptor_limit() -> int:

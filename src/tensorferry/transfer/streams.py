@@ -175,15 +175,6 @@ class Stream:
             self._core.wait_for_copies(self._scheduler, MAX_UNCOPIED_NBYTES)
         self._collect()
 
-    def append_made(self, data: bytes, fields: Sequence[Field] = ()) -> None:
-        """Call :meth:`append_with_fields`, which had this name in 0.1; the next release removes it."""
-        warnings.warn(
-            "Stream.append_made is deprecated; use append_with_fields",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.append_with_fields(data, fields)
-
     def wait_until_copied(self) -> None:
         """Return when all appended arrays have been copied into the stream's buffers. The caller may then change them.
 
@@ -228,17 +219,6 @@ class Stream:
         self._open = False
         if _core.is_exiting():  # nothing waits later
             self.wait()
-
-    def begin_to_finish(
-        self, *, truncate: bool = False, sync: bool = False, sync_names: bool = True
-    ) -> None:
-        """Call :meth:`begin_finish`, which had this name in 0.1; the next release removes it."""
-        warnings.warn(
-            "Stream.begin_to_finish is deprecated; use begin_finish",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.begin_finish(truncate=truncate, sync=sync, sync_names=sync_names)
 
     def wait(self) -> int:
         """Wait for the completion of :meth:`begin_finish`, and return the number of bytes in the stream."""

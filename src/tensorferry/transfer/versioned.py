@@ -108,9 +108,8 @@ class VersionedFile(File):
     def _start(self, array: _Array, offset: int, how: How) -> Future[_Array]:
         given = list(array) if is_iterable_of_arrays(array) else array  # type: ignore[call-overload]
         future: Future[_Array] = super()._start(given, offset, how)
-        if (
-            self._version is None
-        ):  # the requests for objects in buckets compare the version themselves
+        # The requests for objects in buckets compare the version themselves.
+        if self._version is None:
             future._gives(given, self.change)
             # close() asks only those futures that were not done when the transfer began, and a file that is closed
             # cannot be asked for its version.
@@ -120,8 +119,7 @@ class VersionedFile(File):
     def _present_version(self) -> Version:
         if self._version is not None:
             return self._version
-        status = os.fstat(self._core.descriptor)
-        return Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return Version.of_status(os.fstat(self._core.descriptor))
 
     def _lasting_version(self) -> Version:
         """Return the version, at a time from which on a change leads to another version.

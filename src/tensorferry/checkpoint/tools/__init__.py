@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import NotACheckpointError
 from tensorferry.checkpoint.tools.formats import SAFETENSORS, format_of
-from tensorferry.transfer.remote import text_of
+from tensorferry.transfer.remote import checked_text
 
 if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
@@ -50,7 +50,7 @@ def verify(
     OSError
         The path cannot be read.
     """
-    text = text_of(path)
+    text = checked_text(path)
     found = format_of(text)
     if write_checksums and found is not SAFETENSORS:
         raise NotACheckpointError(
@@ -73,6 +73,6 @@ def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
     CheckpointError
         As for :func:`verify`; or the metadata are damaged, or hold objects that torch does not write.
     """
-    text = text_of(path)
+    text = checked_text(path)
     found: list[Entry] = format_of(text).tools.entries(text, trust_pickle=trust_pickle)
     return found

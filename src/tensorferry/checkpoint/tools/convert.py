@@ -24,7 +24,7 @@ from tensorferry.checkpoint.tools.formats import (
 )
 from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
-from tensorferry.transfer.remote import text_of
+from tensorferry.transfer.remote import checked_text
 
 if TYPE_CHECKING:
     from tensorferry.base.checks import Readable
@@ -92,7 +92,7 @@ def convert(
     """
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_listener(progress)
-    path, place = text_of(source, "source"), Path(os.fsdecode(target))
+    path, place = checked_text(source, "source"), Path(os.fsdecode(target))
     if place.name.lower().endswith(_OTHER_SUFFIXES) and not place.is_dir():
         raise ValueError(
             f"target: {str(place)!r} has the suffix of a file that convert() cannot write (remedy: use a name that "
