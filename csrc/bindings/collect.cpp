@@ -433,52 +433,6 @@ std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>>
   return found;
 }
 
-// Split the memory of a transfer, which begins at `offset` of a striped file, into one part for each of the `count`
-// files that hold the stripes in turn. Each part keeps the owners of its pieces.
-std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t stripe_nbytes, size_t count) {
-  if (stripe_nbytes == 0 || count == 0) throw nb::value_error("stripe_nbytes and count must be positive");
-  if (count == 1) stripe_nbytes = UINT64_MAX;
-  const uint64_t row_nbytes = count == 1 || stripe_nbytes > UINT64_MAX / count ? UINT64_MAX : stripe_nbytes * count;
-  std::vector<PySegments> parts(count);
-  for (PySegments& part : parts) {
-    part.array = whole.array;
-    if (whole.of_rows()) part.owners = whole.owners;
-  }
-  auto copy = whole.copies.begin();
-  uint64_t position = offset;
-  for (size_t index = 0; index < whole.pieces.size(); ++index) {
-    auto [address, nbytes, location] = whole.pieces[index];
-    const nb::object owner = whole.owners[whole.of_rows() ? 0 : index];
-    const auto first_copy = copy;
-    while (copy != whole.copies.end() && copy->segment == index) ++copy;
-    uint64_t done = 0;
-    // A gap may be as long as a file can be, so a loop over its stripes would take too long. A round of stripes has one
-    // stripe in each file. The complete rounds of the gap are added to each part as one gap.
-    if (address == 0 && nbytes >= row_nbytes) {
-      for (PySegments& part : parts) part.add_gap(nbytes / row_nbytes * stripe_nbytes);
-      position += nbytes / row_nbytes * row_nbytes;
-      nbytes %= row_nbytes;
-    }
-    while (nbytes > 0) {
-      const uint64_t taken = std::min(nbytes, stripe_nbytes - position % stripe_nbytes);
-      PySegments& part = parts[position / stripe_nbytes % count];
-      if (address == 0) {
-        part.add_gap(taken);
-      } else {
-        part.add({address, taken, location}, owner);
-        for (const auto& each : std::span(first_copy, copy)) {
-          part.copies.push_back({part.pieces.size() - 1, each.memory + done});
-        }
-        address += taken;
-      }
-      done += taken;
-      position += taken;
-      nbytes -= taken;
-    }
-  }
-  return parts;
-}
-
 // Collect the items of a call with many transfers, each a tuple (path, array) or (path, array, offset). Return parallel
 // lists: paths, addresses, sizes, offsets, owners, and locations; the last one is None if all memory is host memory.
 // For every item whose array or offset is not plain, `check(index, item)` is called: it returns these six values or
@@ -590,7 +544,6 @@ void bind_collect(nb::module_& module) {
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
       .def("moved", &any_moved)
-      .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
       .def("ranges", &ranges, "offset"_a);
   module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "check"_a,
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "

@@ -29,16 +29,6 @@ struct PySegments {
     if (!of_rows()) owners.append(owner);
     nbytes += piece.nbytes;
   }
-
-  // Append a gap, or extend the last piece if that is a gap.
-  void add_gap(uint64_t gap_nbytes) {
-    if (pieces.empty() || pieces.back().address != 0) {
-      add({0, gap_nbytes, std::nullopt}, nanobind::none());
-    } else {
-      pieces.back().nbytes += gap_nbytes;
-      nbytes += gap_nbytes;
-    }
-  }
 };
 
 // An exact torch.Tensor or numpy.ndarray (no subclass) whose memory can be used as it is: contiguous, in host memory,

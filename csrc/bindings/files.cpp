@@ -4,7 +4,6 @@
 
 #include "bindings/python.h"
 #include "file/mapping.h"
-#include "transfer/reservation.h"
 
 namespace tensorferry {
 namespace {
@@ -131,8 +130,6 @@ void bind_files(nb::module_& module) {
       .def_prop_ro("regular", [](const PyFile& file) { return file.core->regular(); })
       .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
       .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
-      .def_prop_ro("memory_alignment", [](const PyFile& file) { return file.core->alignment().memory; })
-      .def_prop_ro("offset_alignment", [](const PyFile& file) { return file.core->alignment().offset; })
       .def_prop_ro("descriptor",
                    [](const PyFile& file) {
                      (void)lease_of(file);
@@ -160,23 +157,6 @@ void bind_files(nb::module_& module) {
             act_on(file, [&](File& core) { return core.preallocate(offset, nbytes); });
           },
           "offset"_a, "nbytes"_a)
-      .def(
-          "punch",
-          [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
-            act_on(file, [&](File& core) { return core.punch(offset, nbytes); });
-          },
-          "offset"_a, "nbytes"_a)
-      .def(
-          "reserve",
-          [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
-            if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes must have the same length");
-            std::vector<Range> pieces;
-            for (size_t index = 0; index < offsets.size(); ++index) {
-              pieces.push_back({offsets[index], offsets[index] + nbytes[index]});
-            }
-            act_on(file, [&](File& core) { return reserve(core, pieces); });
-          },
-          "offsets"_a, "nbytes"_a)
       .def("residency", &residency, "offset"_a, "nbytes"_a)
       .def("retire", &retire, "timeout_seconds"_a)
       .def("close", [](const PyFile& file) { raise_fault_of([&] { return file.core->close(); }); });

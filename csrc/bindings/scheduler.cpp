@@ -55,7 +55,11 @@ PyScheduler::PyScheduler(const std::string& engine, uint64_t block_nbytes, uint6
     WithoutGil release;
     core_ = Scheduler::create(options, refusals_);
   }
-  if (core_) return;
+  if (core_) {
+    reaper_ = std::make_shared<Reaper>(core_, owners_);
+    core_->on_finished([reaper = reaper_] { reaper->ask(); });
+    return;
+  }
   std::string message;
   for (const auto& [name, reason] : refusals_) message += (message.empty() ? "" : "\n") + name + ": " + reason;
   raise_unavailable(message);
@@ -76,7 +80,7 @@ PyRequest PyScheduler::new_request(const RequestOptions& options) {
 }
 
 nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::object owner,
-                             const std::optional<std::vector<bool>>& last) {
+                             const std::vector<bool>& incomplete, bool more) {
   check_usable();
   Admitted admitted(*this, find_lanes(items, *core_));
   auto prepared = [&] {
@@ -85,7 +89,7 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   }();
   if (prepared.fault) refuse(*prepared.fault);
   const auto& transfers = prepared.transfers;
-  if (!last && items.size() == 1 && transfers.size() == 1 && core_->try_cached(transfers.front())) {
+  if (!more && items.size() == 1 && transfers.size() == 1 && core_->try_cached(transfers.front())) {
     admitted.handed_over();
     return {};
   }
@@ -97,18 +101,13 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
   {
     WithoutGil release;
-    std::vector<std::shared_ptr<File>> ended;
-    for (size_t index = 0; index < items.size(); ++index) {
-      if (!last || (*last)[index]) ended.push_back(items[index].file);
+    for (size_t index = 0; index < incomplete.size(); ++index) {
+      if (incomplete[index]) prepared.incomplete.push_back(items[index].file);
     }
-    if (!transfers.empty()) {
-      core_->submit(request.core, transfers, ended);
-    } else {
-      for (const auto& file : ended) request.core->seal(*file);
-    }
-    if (!last) request.core->seal();
+    if (!transfers.empty()) core_->submit(request.core, transfers, prepared.incomplete);
+    if (!more) request.core->seal();
   }
-  if (!last && is_exiting()) {  // nothing waits for the request later, or asks for its failure
+  if (!more && is_exiting()) {  // nothing waits for the request later, or asks for its failure
     (void)request.wait(std::nullopt);
     if (!request.core->faults().empty()) raise(request.exception());
   }
@@ -119,7 +118,6 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
 
 std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& options, nb::object owner) {
   PyRequest request = new_request(options);
-  const auto file = item.file;
   std::vector<Item> items;
   items.push_back(std::move(item));
   Admitted admitted(*this, find_lanes(items, *core_));
@@ -139,8 +137,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
   tell_checksums(transfers);
   if (inlined) {
     admitted.handed_over();
-    if (!over) end_interrupted(request, taken);
-    if (request.core->done() && request.core->faults().empty()) return std::nullopt;
+    if (over && request.core->faults().empty()) return std::nullopt;
   }
   if (!request.core->done()) {
     owners_->keep(request.core->id(), std::move(owner));
@@ -148,38 +145,21 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
       admitted.handed_over();
       if (transfers.front()->is_shared()) request.cached = transfers.front();
       WithoutGil release;
-      core_->submit(request.core, transfers, {file});
+      core_->submit(request.core, transfers);
       request.core->seal();
     }
     transfers.clear();  // the scheduler refers to the transfers until they end
     try {
       (void)request.wait(std::nullopt);
     } catch (...) {
-      if (request.core->fork_generation() == fork_generation()) request.core->cancel();
+      if (request.core->fork_generation() == fork_generation()) {
+        request.core->cancel();
+        (void)request.done();  // if it has ended meanwhile, this drops the owner
+      }
       throw;
     }
   }
   return request;
-}
-
-// Finish an inline transfer that a signal interrupted. If a signal handler raises, the transfer is cancelled.
-void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& taken) {
-  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle_files(); };
-  try {
-    check_signals(request.core->fork_generation(), "this transfer");
-    (void)interruptibly("this transfer", go_on);
-  } catch (...) {
-    if (request.core->fork_generation() != fork_generation()) {
-      new Scheduler::Inline(std::move(taken));  // never destroyed: the child must not release the parent's resources
-      throw;
-    }
-    request.core->cancel();
-    WithoutGil release;
-    const InterruptionsReturned returned;
-    while (!go_on()) {
-    }
-    throw;
-  }
 }
 
 bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
@@ -208,15 +188,10 @@ nb::object PyScheduler::start_plain(const PyFile& file, nb::handle array, nb::ha
   nb::object future = PyFuture::of_plain(array, *found);
   auto& core = *nb::inst_ptr<PyFuture>(future);
   core.is_about(write, nb::cast(file).attr("path"), *begin, found->nbytes);
-  const nb::list refused = submit(request, std::move(items), future, std::nullopt);
+  const nb::list refused = submit(request, std::move(items), future);
   if (refused.size() > 0) raise(nb::object(refused[0][1]));
   core.start(std::move(request));
   return future;
-}
-
-void PyScheduler::reap() {
-  if (!core_->belongs_to_this_process()) return;
-  for (uint64_t id : core_->take_finished()) owners_->drop(id);
 }
 
 bool PyScheduler::wait_for_progress(double timeout_seconds) {
@@ -327,10 +302,11 @@ PyScheduler::Admitted::Admitted(PyScheduler& scheduler, std::vector<Scheduler::P
     : core_(*scheduler.core_), places_(std::move(places)) {
   scheduler.check_usable();
   scheduler.reap();
-  auto answer = core_.admit(places_, milliseconds(0));  // without releasing the GIL
+  uint64_t ticket = 0;
+  auto answer = core_.admit(places_, milliseconds(0), ticket);  // without releasing the GIL
   while (answer == Scheduler::Admission::full) {
     wait_interruptibly(std::nullopt, [&](milliseconds slice) {
-      answer = core_.admit(places_, slice);
+      answer = core_.admit(places_, slice, ticket);
       return answer != Scheduler::Admission::full;
     });
   }
@@ -400,17 +376,17 @@ void bind_schedulers(nb::module_& module) {
           [](PyScheduler& scheduler, PyRequest& request, const std::vector<PyFile>& files,
              const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
              const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions, nb::object owner,
-             const std::optional<std::vector<std::optional<Location>>>& locations,
-             const std::optional<std::vector<bool>>& last, const PySegments* segments, const PyChecksums* checksums) {
+             const std::optional<std::vector<std::optional<Location>>>& locations, const PySegments* segments,
+             const PyChecksums* checksums, const std::vector<bool>& incomplete, bool more) {
             const size_t count = files.size();
             if ((segments || checksums) && count != 1) {
               throw nb::value_error("segments, checksums: they require exactly one transfer");
             }
-            if ((locations && locations->size() != count) || (last && last->size() != count) ||
+            if ((locations && locations->size() != count) || (!incomplete.empty() && incomplete.size() != count) ||
                 addresses.size() != count || nbytes.size() != count || offsets.size() != count ||
                 positions.size() != count) {
               throw nb::value_error(
-                  "files, addresses, nbytes, offsets, positions, locations and last must have the same length");
+                  "files, addresses, nbytes, offsets, positions, locations and incomplete must have the same length");
             }
             std::vector<Item> items;
             items.reserve(count);
@@ -419,17 +395,17 @@ void bind_schedulers(nb::module_& module) {
               items.push_back(item_of(files[index], memory, offsets[index], segments, checksums));
               items.back().position = positions[index];
             }
-            return scheduler.submit(request, std::move(items), std::move(owner), last);
+            return scheduler.submit(request, std::move(items), std::move(owner), incomplete, more);
           },
           "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "positions"_a, "owner"_a.none(),
-          "locations"_a.none() = nb::none(), "last"_a.none() = nb::none(), "segments"_a.none() = nb::none(),
-          "checksums"_a.none() = nb::none(),
+          "locations"_a.none() = nb::none(), "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none(),
+          "incomplete"_a = std::vector<bool>(), "more"_a = false,
           nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
                   "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
                   "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
                   "owner: object | None, locations: collections.abc.Sequence[tuple[int, int] | None] | None = None, "
-                  "last: collections.abc.Sequence[bool] | None = None, segments: Segments | None = None, "
-                  "checksums: Checksums | None = None) "
+                  "segments: Segments | None = None, checksums: Checksums | None = None, "
+                  "incomplete: collections.abc.Sequence[bool] = (), more: bool = False) "
                   "-> list[tuple[int, tensorferry.errors.StorageError]]"))
       .def(
           "run",

@@ -3,7 +3,7 @@
 // Ownership: the memory and the files of a request belong to Python objects. Scheduler.submit() gets an `owner`, an
 // object that refers to all of them, and keeps a reference to the owner until the core reports the request as finished.
 // Workers never change a Python reference count: the Python thread that finds the request done drops the reference to
-// the owner, or the next call of the scheduler does.
+// the owner, or the next call of the scheduler, or the main thread soon after the end (Reaper).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -50,6 +50,41 @@ class Owners {
  private:
   nb::ft_mutex mutex_;
   std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
+};
+
+// Drops the owners of finished requests soon after their end, also if the program makes no further call: a thread of
+// the core asks Python to run this on the main thread.
+class Reaper : public std::enable_shared_from_this<Reaper> {
+ public:
+  Reaper(const std::shared_ptr<Scheduler>& core, std::shared_ptr<Owners> owners)
+      : core_(core), owners_(std::move(owners)) {}
+
+  void ask() {
+    if (asked_.exchange(true)) return;
+    kept_ = shared_from_this();
+    if (Py_IsInitialized() && Py_AddPendingCall(&run, this) == 0) return;
+    kept_.reset();  // Python ends, or has too much to do: the next call of the scheduler drops the owners
+    asked_ = false;
+  }
+
+  void reap() const {
+    const auto core = core_.lock();
+    if (!core || !core->belongs_to_this_process()) return;
+    for (uint64_t id : core->take_finished()) owners_->drop(id);
+  }
+
+ private:
+  static int run(void* given) {
+    const auto own = std::move(static_cast<Reaper*>(given)->kept_);
+    own->asked_ = false;
+    own->reap();
+    return 0;
+  }
+
+  const std::weak_ptr<Scheduler> core_;
+  const std::shared_ptr<Owners> owners_;
+  std::atomic<bool> asked_{false};
+  std::shared_ptr<Reaper> kept_;  // while Python is asked
 };
 
 // Cancels and seals a request if it is not sealed when the last PyRequest that refers to it is destroyed. This happens
@@ -134,11 +169,12 @@ class PyScheduler {
 
   PyRequest new_request(const RequestOptions& options);
 
-  // Submit one transfer for each item, or one for several small neighbours (transfer/items.h). `last` has a flag for
-  // each item: whether the file gets no further items. Without `last`, neither the files nor the request get further
-  // items, and the request is sealed. Returns (position, exception) of each item that was refused and not submitted.
+  // Submit one transfer for each item, or one for several small neighbours (transfer/items.h): all items of their
+  // files. `incomplete` has a flag for each item: whether an item of the same file was refused before, so the file must
+  // not be truncated. Unless there is `more` to come, the request is sealed. Returns (position, exception) of each item
+  // that was refused and not submitted.
   nb::list submit(PyRequest& request, std::vector<Item> items, nb::object owner,
-                  const std::optional<std::vector<bool>>& last);
+                  const std::vector<bool>& incomplete = {}, bool more = false);
 
   // Run the transfer of a blocking call and wait for it. If a signal handler raises an exception (Ctrl-C), the transfer
   // is cancelled and the exception propagates. If the transfer ran on this thread without a fault, returns None;
@@ -156,7 +192,7 @@ class PyScheduler {
                          bool background);
 
   // Drop the owners of finished requests.
-  void reap();
+  void reap() const { reaper_->reap(); }
 
   size_t outstanding() const { return core_->belongs_to_this_process() ? core_->outstanding() : 0; }
 
@@ -221,13 +257,12 @@ class PyScheduler {
     std::vector<Scheduler::Places> places_;
   };
 
-  void end_interrupted(const PyRequest& request, Scheduler::Inline& taken);
-
   // Raise the fault of a call that has moved nothing. If the machine has no CUDA driver, this is
   // EngineUnavailableError, because the file is not at fault.
   [[noreturn]] static void refuse(const Fault& fault);
 
   std::shared_ptr<Owners> owners_ = std::make_shared<Owners>();
+  std::shared_ptr<Reaper> reaper_;
   std::atomic<bool> left_behind_{false};  // whether close() has leaked a reference to owners_, because a request hangs
 };
 

@@ -46,7 +46,7 @@ struct BouncePool::Registry {
         if (!pool) continue;
         pool->replaced_ = true;
         // The waiters must call of() or pinned() again, which return the new pool.
-        pool->wake();
+        pool->wake_all();
       }
       by_device.clear();
       last.reset();
@@ -108,29 +108,62 @@ BouncePool::BouncePool(size_t nbytes)
   free_.emplace(0, units_);
 }
 
-BounceBuffer BouncePool::try_acquire(size_t nbytes, BounceWaiter* waiter) {
+BounceTicket& BounceTicket::operator=(BounceTicket&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  pool_ = std::move(other.pool_);
+  place_ = other.place_;
+  return *this;
+}
+
+void BounceTicket::reset() {
+  if (const auto pool = std::exchange(pool_, nullptr)) pool->leave(place_);
+}
+
+std::map<size_t, size_t>::iterator BouncePool::run_of(size_t units) {
+  return std::find_if(free_.begin(), free_.end(), [&](const auto& run) { return run.second >= units; });
+}
+
+std::shared_ptr<BounceWaiter> BouncePool::next() {
+  const bool any = !queue_.empty() && run_of(queue_.front().units) != free_.end();
+  return any ? queue_.front().waiter.lock() : nullptr;
+}
+
+BounceBuffer BouncePool::try_acquire(size_t nbytes, BounceWaiter* waiter, BounceTicket* ticket) {
   const size_t wanted = (nbytes + unit_nbytes - 1) / unit_nbytes;
-  std::lock_guard lock(mutex_);
-  for (auto run = free_.begin(); run != free_.end(); ++run) {
-    const auto [first, length] = *run;
-    if (length < wanted) continue;
-    free_.erase(run);
-    if (length > wanted) free_.emplace(first + wanted, length - wanted);
-    units_in_use_ += wanted;
-    BounceBuffer buffer;
-    buffer.pool_ = shared_from_this();
-    buffer.data_ = arena_->data() + first * unit_nbytes;
-    buffer.units_ = wanted;
-    return buffer;
+  if (ticket && ticket->pool_.get() != this) ticket->reset();
+  const bool queued = ticket && ticket->pool_;
+  BounceBuffer buffer;
+  {
+    std::lock_guard lock(mutex_);
+    const bool is_first = queue_.empty() || (queued && ticket->place_ == queue_.begin());
+    if (const auto run = is_first ? run_of(wanted) : free_.end(); run != free_.end()) {
+      const auto [first, length] = *run;
+      free_.erase(run);
+      if (length > wanted) free_.emplace(first + wanted, length - wanted);
+      units_in_use_ += wanted;
+      buffer.pool_ = shared_from_this();
+      buffer.data_ = arena_->data() + first * unit_nbytes;
+      buffer.units_ = wanted;
+    } else if (waiter && !queued) {
+      queue_.push_back({waiter->weak_from_this(), wanted});
+      ticket->place_ = std::prev(queue_.end());
+      ticket->pool_ = shared_from_this();
+    }
   }
-  if (waiter) {
-    // Compared without a lock() of the weak pointers: the last reference to another waiter could end here, and its
-    // destructor may release memory, which locks mutex_.
-    const auto own = waiter->weak_from_this();
-    const auto is_own = [&](const auto& one) { return !one.owner_before(own) && !own.owner_before(one); };
-    if (std::none_of(waiters_.begin(), waiters_.end(), is_own)) waiters_.push_back(own);
+  if (buffer && queued) ticket->reset();  // wakes the next
+  return buffer;
+}
+
+void BouncePool::leave(std::list<BounceTicket::Waiting>::iterator place) {
+  if (fork_generation_ != fork_generation()) return;  // see release()
+  std::shared_ptr<BounceWaiter> woken;
+  {
+    std::lock_guard lock(mutex_);
+    queue_.erase(place);
+    woken = next();
   }
-  return {};
+  if (woken) woken->bounce_memory_released();
 }
 
 size_t BouncePool::nbytes_in_use() const {
@@ -141,6 +174,7 @@ size_t BouncePool::nbytes_in_use() const {
 void BouncePool::release(char* data, size_t units) {
   // In a forked child the mutex may be locked forever, because a thread of the parent held it at the time of the fork.
   if (fork_generation_ != fork_generation()) return;
+  std::shared_ptr<BounceWaiter> woken;
   {
     std::lock_guard lock(mutex_);
     size_t first = static_cast<size_t>(data - arena_->data()) / unit_nbytes;
@@ -159,16 +193,16 @@ void BouncePool::release(char* data, size_t units) {
       free_.erase(after);
     }
     free_.emplace(first, units);
+    woken = next();
   }
-  wake();
+  if (woken) woken->bounce_memory_released();  // a system call, so it is made after the lock is released
 }
 
-// Waking is a system call, so it is made after the lock is released.
-void BouncePool::wake() {
+void BouncePool::wake_all() {
   std::vector<std::weak_ptr<BounceWaiter>> waiters;
   {
     std::lock_guard lock(mutex_);
-    waiters.swap(waiters_);
+    for (const auto& one : queue_) waiters.push_back(one.waiter);
   }
   for (const auto& one : waiters) {
     if (const auto waiter = one.lock()) waiter->bounce_memory_released();

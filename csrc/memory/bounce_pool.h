@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,7 +31,7 @@ namespace tensorferry {
 
 class BouncePool;
 
-// An object that is notified when bounce memory is released. The pool holds a weak reference to it.
+// An object that is notified when there is bounce memory for it. The pool holds a weak reference to it.
 class BounceWaiter : public std::enable_shared_from_this<BounceWaiter> {
  public:
   virtual ~BounceWaiter() = default;
@@ -54,6 +55,25 @@ class BounceBuffer {
   std::shared_ptr<BouncePool> pool_;
   char* data_ = nullptr;
   size_t units_ = 0;
+};
+
+// A place in the queue for the memory of a pool. The destructor gives the place up.
+class BounceTicket {
+ public:
+  BounceTicket() = default;
+  BounceTicket(BounceTicket&& other) noexcept { *this = std::move(other); }
+  BounceTicket& operator=(BounceTicket&& other) noexcept;
+  ~BounceTicket() { reset(); }
+  void reset();
+
+ private:
+  friend class BouncePool;
+  struct Waiting {
+    std::weak_ptr<BounceWaiter> waiter;
+    size_t units;
+  };
+  std::shared_ptr<BouncePool> pool_;
+  std::list<Waiting>::iterator place_;
 };
 
 class BouncePool : public std::enable_shared_from_this<BouncePool> {
@@ -88,19 +108,26 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // Whether a buffer of `nbytes` fits into the pool when no other buffer is in use.
   bool has_room_for(size_t nbytes) const { return nbytes <= this->nbytes(); }
 
-  // Return a buffer of at least `nbytes`. If no free run is long enough, return an empty buffer, and notify `waiter`,
-  // if given, once, when memory is released.
-  BounceBuffer try_acquire(size_t nbytes, BounceWaiter* waiter);
+  // Return a buffer of at least `nbytes`, or an empty one if no free run is long enough or others wait for memory. With
+  // a `waiter`, the caller then gets a place in the queue, its `ticket`. The waiter is notified once the caller is next
+  // and there is a long enough run; it must then call again with the same ticket. Memory is given out in the order of
+  // the queue: otherwise short runs could be taken again and again, and a long one would never become free.
+  BounceBuffer try_acquire(size_t nbytes, BounceWaiter* waiter = nullptr, BounceTicket* ticket = nullptr);
 
   size_t nbytes_in_use() const;
 
  private:
   friend class BounceBuffer;
+  friend class BounceTicket;
   struct Registry;
   static Registry& registry();
 
   void release(char* data, size_t units);
-  void wake();
+  void leave(std::list<BounceTicket::Waiting>::iterator place);
+  void wake_all();
+  std::map<size_t, size_t>::iterator run_of(size_t units);  // the lowest free one; requires mutex_
+  // The first in the queue, if there is a run for it. Requires mutex_; notify it, and release the reference, without.
+  std::shared_ptr<BounceWaiter> next();
 
   const uint64_t fork_generation_ = fork_generation();
   const size_t units_;
@@ -109,7 +136,7 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   mutable std::mutex mutex_;
   std::map<size_t, size_t> free_;  // free runs: first unit -> number of units; adjacent runs are merged
   size_t units_in_use_ = 0;
-  std::vector<std::weak_ptr<BounceWaiter>> waiters_;
+  std::list<BounceTicket::Waiting> queue_;
 };
 
 }  // namespace tensorferry

@@ -150,7 +150,6 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
     if (fault.error_number == EINTR) prepared.fault = fault;
   }
   Call call{scheduler, request};
-  std::vector<std::shared_ptr<File>> refused;
   const File* seen = nullptr;
   size_t next;
   for (size_t index = 0; index < items.size() && !prepared.fault; index = next) {
@@ -165,7 +164,7 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
       }
     }
     if (auto found = full.find(seen); found != full.end()) {
-      refused.push_back(item.file);
+      prepared.incomplete.push_back(item.file);
       prepared.refused.emplace_back(item.position, found->second);
       continue;
     }
@@ -185,12 +184,10 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
       if (transfer.fault().error_number == of_all) prepared.fault = transfer.fault();
     }
     if (prepared.fault) break;  // the caller may prepare the items again
-    refused.push_back(item.file);
+    prepared.incomplete.push_back(item.file);
     prepared.refused.emplace_back(item.position, std::move(transfer.fault()));
   }
-  // If the items are prepared again, a file that is refused now may then be written, and must be truncated.
   if (prepared.fault) return {.fault = prepared.fault};
-  for (const auto& file : refused) request->refuse(file);
   return prepared;
 }
 

@@ -63,9 +63,10 @@ struct Prepared {
   std::vector<std::shared_ptr<Transfer>> transfers;
   // The items that get no transfer: their positions in the call, and why.
   std::vector<std::pair<size_t, Fault>> refused;
+  std::vector<std::shared_ptr<File>> incomplete;  // the files of these items
   // A fault that refuses the whole call, because it concerns all items (no CUDA driver) or is temporary (too many open
-  // descriptors, an interruption by a signal). Then there are no transfers and no refused items, the request is as it
-  // was, and the items may be prepared again.
+  // descriptors, an interruption by a signal). Then there are no transfers and no refused items, and the items may be
+  // prepared again.
   std::optional<Fault> fault;
 };
 

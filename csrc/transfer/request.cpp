@@ -21,14 +21,14 @@ constexpr size_t max_kept_open = 64;
 // Truncates everything behind the last byte written: see write_order.h.
 class Request::Cut final : public OrderedWrite {
  public:
-  Cut(std::shared_ptr<Request> request, const File& file, uint64_t size)
-      : OrderedWrite(file.identity(), size, UINT64_MAX), request_(std::move(request)), file_(file) {}
+  Cut(std::shared_ptr<Request> request, std::shared_ptr<Unit> unit, const FileIdentity& file)
+      : OrderedWrite(file, unit->end, UINT64_MAX), request_(std::move(request)), unit_(std::move(unit)) {}
 
-  void turn_has_come() override { request_->one_over(file_); }
+  void turn_has_come() override { request_->may_cut(std::exchange(unit_, nullptr)); }
 
  private:
   const std::shared_ptr<Request> request_;
-  const File& file_;  // the use that waits for this cut keeps it alive
+  std::shared_ptr<Unit> unit_;  // until its turn: the unit refers to its cut
 };
 
 Request::Request(std::shared_ptr<Scheduler> scheduler, const RequestOptions& options)
@@ -58,73 +58,56 @@ std::shared_ptr<Scheduler> Request::scheduler() {
   return scheduler_;
 }
 
-void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
-  std::lock_guard lock(mutex_);
-  open_ += transfers.size();
+std::vector<std::shared_ptr<OrderedWrite>> Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers,
+                                                        const std::vector<std::shared_ptr<File>>& incomplete,
+                                                        std::shared_ptr<OrderedWrite> ordered) {
+  std::vector<std::shared_ptr<OrderedWrite>> cuts_to_come;
+  std::map<FileIdentity, std::shared_ptr<Unit>> units;
+  uint64_t nbytes = 0;
+  const auto is_name_of = [](const File* file) { return [file](const Name& name) { return name.file.get() == file; }; };
+  const auto add_name = [&](Unit& unit, const std::shared_ptr<File>& file) {
+    if (std::ranges::none_of(unit.names, is_name_of(file.get()))) unit.names.push_back({file});
+  };
   for (const auto& transfer : transfers) {
-    nbytes_.fetch_add(transfer->nbytes(), std::memory_order_relaxed);
+    nbytes += transfer->nbytes();
     if (!uses_files()) continue;
-    Use& use = use_of(transfer->file(), transfer->lane());
-    ++use.to_come;
-    use.begin = std::min(use.begin, transfer->begin());
-    auto& end = ends_[transfer->identity()];  // needed even if only another path of the file is truncated
-    end = std::max(end, transfer->end());
-    cuts_any_ = cuts_any_ || cuts(*transfer->file());
-    use.nbytes += transfer->nbytes();
-    use.index = std::min(use.index, transfer->index);
+    auto& unit = units[transfer->identity()];
+    if (!unit) unit = std::make_shared<Unit>(Unit{transfer->lane()});
+    add_name(*unit, transfer->file());
+    transfer->unit = unit;
+    ++unit->to_come;
+    unit->begin = std::min(unit->begin, transfer->begin());
+    unit->end = std::max(unit->end, transfer->end());
+    unit->nbytes += transfer->nbytes();
+    unit->index = std::min(unit->index, transfer->index);
   }
-}
-
-Request::Use& Request::use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane) {
-  auto& use = uses_[file.get()];
-  if (!use) {
-    use = std::make_unique<Use>(Use{file, lane});
-    ++open_;
+  for (const auto& file : incomplete) {
+    const auto found = units.find(file->identity());
+    if (found == units.end()) continue;  // none of its items was accepted, so the caller's reference is the last
+    found->second->failed = true;
+    add_name(*found->second, file);
   }
-  return *use;
-}
-
-std::shared_ptr<OrderedWrite> Request::cut_behind(const File& file, uint64_t end) {
-  return cuts(file) ? std::make_shared<Cut>(shared_from_this(), file, end) : nullptr;
-}
-
-std::shared_ptr<OrderedWrite> Request::next_cut(const File& file) {
+  for (const auto& [identity, unit] : units) {
+    if (ordered) {
+      unit->cut = std::move(ordered);
+    } else if (std::ranges::any_of(unit->names, [&](const Name& name) { return cuts(*name.file); })) {
+      unit->cut = std::make_shared<Cut>(shared_from_this(), unit, identity);
+      ++unit->to_come;
+      cuts_to_come.push_back(unit->cut);
+    }
+  }
   std::lock_guard lock(mutex_);
-  auto found = uses_.find(&file);
-  if (found == uses_.end() || found->second->sealed || found->second->cut) return nullptr;
-  Use& use = *found->second;
-  use.cut = cut_behind(file, ends_[file.identity()]);
-  if (use.cut) ++use.to_come;
-  return use.cut;
-}
-
-void Request::seal(const File& file, std::shared_ptr<OrderedWrite> begun) {
-  if (!uses_files()) return;
-  const auto cut = begun ? nullptr : next_cut(file);
-  if (cut && WriteOrder::enter({cut}).front()) cut->turn_has_come();
-  {
-    std::lock_guard lock(mutex_);
-    auto found = uses_.find(&file);
-    if (found == uses_.end() || found->second->sealed) return;
-    found->second->sealed = true;
-    if (begun) found->second->cut = std::move(begun);
-  }
-  one_over(file);
+  nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  open_ += transfers.size() + units.size();
+  cuts_any_ = cuts_any_ || !cuts_to_come.empty();
+  return cuts_to_come;
 }
 
 void Request::seal() {
-  std::vector<const File*> given_up;
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(sealed_, true)) return;
-    for (auto& [file, use] : uses_) {
-      if (std::exchange(use->sealed, true)) continue;
-      use->failed = true;  // not all transfers were added
-      incomplete_.insert(file->identity());
-      given_up.push_back(file);
-    }
   }
-  for (const File* file : given_up) one_over(*file);
   change([this](auto&) { --open_; });
 }
 
@@ -133,53 +116,34 @@ bool Request::sealed() {
   return sealed_;
 }
 
-std::unique_ptr<Request::Use> Request::count_down(const File& file) {
-  auto found = uses_.find(&file);
-  if (--found->second->to_come > 0) return nullptr;
-  auto use = std::move(found->second);
-  uses_.erase(found);
-  return use;
-}
-
-void Request::one_over(const File& file) {
-  std::unique_ptr<Use> ready;
+void Request::may_cut(const std::shared_ptr<Unit>& unit) {
   {
     std::lock_guard lock(mutex_);
-    ready = count_down(file);
+    if (--unit->to_come > 0) return;
   }
-  if (!ready) return;
-  // The file's transfers are no longer outstanding, so the use itself counts as outstanding until the file is closed.
-  ready->counted_in = ready->lane;
-  scheduler()->one_more(*ready->lane);
-  change([&](auto& jobs) { make_ready(std::move(ready), jobs); });
-}
-
-void Request::refuse(const std::shared_ptr<File>& file) {
-  if (!uses_files()) return;
-  const auto lane = scheduler()->lane_of(file->device());
-  std::lock_guard lock(mutex_);
-  use_of(file, lane).failed = true;
-  incomplete_.insert(file->identity());
+  // The file's transfers are no longer outstanding, so the unit itself counts as outstanding until the file is closed.
+  unit->counted_in = unit->lane;
+  scheduler()->one_more(*unit->lane);
+  change([&](auto& jobs) { make_ready(unit, jobs); });
 }
 
 void Request::transfer_ended(const Transfer& transfer, const File* file, File::Lease lease) {
-  std::unique_ptr<Use> ready;
+  const auto& unit = transfer.unit;
+  bool ready = false;
   {
     std::lock_guard lock(mutex_);
     if (transfer.fault()) faults_.merge(transfer.faults());
-    if (uses_files()) {
-      Use& use = *uses_.at(file);
-      use.moved_nbytes += transfer.moved_nbytes();
-      if (!use.lease) use.lease = std::move(lease);
-      if (transfer.fault()) {
-        use.failed = true;
-        incomplete_.insert(transfer.identity());
+    if (unit) {
+      unit->moved_nbytes += transfer.moved_nbytes();
+      for (Name& name : unit->names) {
+        if (name.file.get() == file && !name.lease) name.lease = std::move(lease);
       }
-      ready = count_down(*file);
+      unit->failed = unit->failed || transfer.fault();
+      ready = --unit->to_come == 0;
     }
   }
   if (ready) {
-    ready->counted_in = transfer.lane();  // the use is now outstanding in place of the transfer
+    unit->counted_in = transfer.lane();  // the unit is now outstanding in place of the transfer
   } else {
     // Count the transfer down before the request can be done: a caller that sees the request done must find none of its
     // transfers outstanding.
@@ -187,7 +151,7 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
   }
   change([&](auto& jobs) {
     --open_;
-    if (ready) make_ready(std::move(ready), jobs);
+    if (ready) make_ready(unit, jobs);
   });
 }
 
@@ -200,9 +164,9 @@ void Request::change(Change change) {
     std::lock_guard lock(mutex_);
     change(jobs);
     if (open_ == 0) {
-      for (auto& [directory, uses] : std::exchange(directories_, {})) {
-        auto lane = uses.front()->lane;
-        auto shared = std::make_shared<Uses>(std::move(uses));  // std::function requires a copyable callable
+      for (auto& [directory, names] : std::exchange(directories_, {})) {
+        auto lane = names.front().unit->lane;
+        auto shared = std::make_shared<std::vector<Undurable>>(std::move(names));  // a std::function must be copyable
         jobs.push_back(job_of(std::move(lane), [this, directory, shared] { sync_names(directory, *shared); }));
       }
     }
@@ -221,16 +185,20 @@ Request::Job Request::job_of(std::shared_ptr<Lane> lane, std::function<void()> a
           }};
 }
 
-// If files are settled in parallel, each use has a job. Otherwise one job settles all ready uses of a lane, because the
-// operations take hardly any time.
-void Request::make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs) {
-  const auto lane = use->lane;
+Request::Job Request::settling(std::shared_ptr<Lane> lane) {
+  return job_of(lane, [this, lane] {
+    while (const auto unit = take_ready(lane)) (void)settle_file(unit);
+  });
+}
+
+// If files are settled in parallel, each unit has a job. Otherwise one job settles all ready units of a lane, because
+// the operations take hardly any time.
+void Request::make_ready(std::shared_ptr<Unit> unit, std::vector<Job>& jobs) {
+  const auto lane = unit->lane;
   auto& ready = ready_[lane];
-  ready.push_back(std::move(use));
+  ready.push_back(std::move(unit));
   if (by_caller_ || (ready.size() > 1 && !side_by_side())) return;
-  jobs.push_back(job_of(lane, [this, lane] {
-    while (auto found = take_ready(lane)) (void)settle_file(std::move(found));
-  }));
+  jobs.push_back(settling(lane));
 }
 
 void Request::leave_to_caller() {
@@ -239,118 +207,117 @@ void Request::leave_to_caller() {
   ++open_;
 }
 
+void Request::leave_to_helpers() {
+  change([this](auto& jobs) {
+    by_caller_ = false;
+    for (const auto& [lane, ready] : ready_) {
+      if (!ready.empty()) jobs.push_back(settling(lane));
+    }
+    --open_;
+  });
+}
+
 bool Request::settle_files() {
-  while (auto use = take_ready(nullptr)) {
-    if (!settle_file(std::move(use))) return false;
+  while (const auto unit = take_ready(nullptr)) {
+    if (settle_file(unit)) continue;
+    scheduler()->keep(shared_from_this());
+    leave_to_helpers();
+    return false;
   }
-  std::map<std::string, Uses> directories;
+  decltype(directories_) directories;
   {
     std::lock_guard lock(mutex_);
     directories.swap(directories_);
   }
   const InterruptionsReturned by_nobody(false);  // an interrupted sync of a directory would be recorded as a fault
-  for (const auto& [directory, uses] : directories) sync_names(directory, uses);
-  change([this](auto&) {
-    by_caller_ = false;
-    --open_;
-  });
+  for (auto& [directory, names] : directories) sync_names(directory, names);
+  leave_to_helpers();  // nothing is left to them
   return true;
 }
 
-// Take a ready use of this lane, or return null if there is none. A null `lane` means any lane. The thread of a
+// Take a ready unit of this lane, or return null if there is none. A null `lane` means any lane. The thread of a
 // blocking call passes null, because its request has only one file.
-std::unique_ptr<Request::Use> Request::take_ready(const std::shared_ptr<Lane>& lane) {
+std::shared_ptr<Request::Unit> Request::take_ready(const std::shared_ptr<Lane>& lane) {
   std::lock_guard lock(mutex_);
   auto found = lane ? ready_.find(lane) : ready_.begin();
   if (found == ready_.end() || found->second.empty()) return nullptr;
-  auto use = std::move(found->second.front());
+  auto unit = std::move(found->second.front());
   found->second.pop_front();
-  return use;
+  return unit;
 }
 
-bool Request::settle_file(std::unique_ptr<Use> use) {
-  bool cut;
-  {
+bool Request::settle_file(const std::shared_ptr<Unit>& unit) {
+  std::optional<Fault> fault;
+  if (is_interrupted_in(*unit, fault)) {
     std::lock_guard lock(mutex_);
-    cut = !incomplete_.contains(use->file->identity());
-  }
-  const auto scheduler = this->scheduler();
-  const auto counted_in = use->counted_in;
-  Done done = act_on_file(*use, cut);
-  if (done.interrupted) {
-    std::lock_guard lock(mutex_);
-    ready_[use->lane].push_front(std::move(use));
+    ready_[unit->lane].push_front(unit);
     return false;
   }
-  bool kept = false;
-  if (done.directory) {
-    // Syncing a directory may need the descriptor of one file in it, so the first file of each directory stays open,
-    // for a limited number of directories. All other files are closed here, if the request closes its files.
-    std::lock_guard lock(mutex_);
-    Uses& there = directories_[*done.directory];
-    kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);
-    if (kept) there.push_back(std::move(use));
-  }
-  if (done.directory && !kept) done.fault = use->file->close();
-  if (!kept) {
-    std::lock_guard lock(mutex_);
-    if (done.fault) record(*use, std::move(*done.fault));
-    if (done.directory) directories_[*done.directory].push_back(std::move(use));
-  }
-  use.reset();  // releases the lease as well
-  scheduler->one_less(*counted_in);
+  const auto scheduler = this->scheduler();
+  for (Name& name : std::exchange(unit->names, {})) end_name(unit, std::move(name), fault);
+  scheduler->one_less(*unit->counted_in);
   std::lock_guard lock(mutex_);
   --open_;
   return true;
 }
 
-Request::Done Request::act_on_file(Use& use, bool cut) const {
-  File& file = *use.file;
-  std::optional<Fault> fault;
+bool Request::is_interrupted_in(Unit& unit, std::optional<Fault>& fault) const {
   const auto interrupted = [&] { return fault && fault->error_number == EINTR && interruptions_are_returned; };
-  if (!use.failed && use.cut && canceled()) fault = Fault{.error_number = ECANCELED, .operation = "truncate"};
-  if (!use.failed && !fault && cut && use.cut) fault = file.end_at(use.cut->begin());
-  if (interrupted()) return {.interrupted = true};
-  if (use.cut) WriteOrder::leave(*std::exchange(use.cut, nullptr));
-  if (!use.failed && !fault && options_.sync) {
-    const bool given_up = canceled() && interruptions_are_returned;
-    fault = given_up ? Fault{.error_number = ECANCELED, .operation = "fdatasync"} : file.sync();
+  File& file = *unit.names.front().file;
+  if (!unit.failed && unit.cut) {
+    fault = canceled() ? Fault{.error_number = ECANCELED, .operation = "truncate"} : file.end_at(unit.cut->begin());
   }
-  if (interrupted()) return {.interrupted = true};
-  if (!use.failed && !fault && options_.sync && options_.sync_names && file.name_made()) {
+  if (interrupted()) return true;
+  if (unit.cut) WriteOrder::leave(*std::exchange(unit.cut, nullptr));
+  if (!unit.failed && !fault && options_.sync) fault = file.sync();
+  return interrupted();
+}
+
+void Request::end_name(const std::shared_ptr<Unit>& unit, Name name, std::optional<Fault> fault) {
+  File& file = *name.file;
+  if (!unit->failed && !fault && options_.sync && options_.sync_names && file.name_made()) {
     auto directory = file.directory();
-    if (directory) return {.directory = std::move(*directory)};
-    fault = directory.fault();
+    if (directory) {
+      // Syncing a directory may need the descriptor of one file in it, so the first file of each directory stays open,
+      // for a limited number of directories. All other files are closed here, if the request closes its files.
+      std::unique_lock lock(mutex_);
+      auto& there = directories_[*directory];
+      const bool kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);
+      there.push_back({unit, kept ? std::move(name) : Name{name.file}});
+      lock.unlock();
+      if (kept) return;
+    } else {
+      fault = directory.fault();
+    }
   }
   if (options_.close_files) {
     auto failed = file.close();
-    if (!use.failed && !fault) fault = std::move(failed);
+    if (!unit->failed && !fault) fault = std::move(failed);
   }
-  return {.fault = std::move(fault)};
+  if (fault) record(*unit, file, std::move(*fault));
 }
 
-void Request::sync_names(const std::string& directory, const Uses& uses) {
-  File& first = *uses.front()->file;
+void Request::sync_names(const std::string& directory, std::vector<Undurable>& names) {
+  File& first = *names.front().name.file;
   const auto failed = sync_directory(directory, first.descriptor(), first.path());
-  for (const auto& use : uses) {
+  for (auto& [unit, name] : names) {
     std::optional<Fault> fault = failed;
-    if (!fault) use->file->name_durable();
+    if (!fault) name.file->name_durable();
     if (options_.close_files) {
-      auto unclosed = use->file->close();
+      auto unclosed = name.file->close();
       if (!fault) fault = std::move(unclosed);
     }
-    if (!fault) continue;
-    std::lock_guard lock(mutex_);
-    record(*use, std::move(*fault));
+    if (fault) record(*unit, *name.file, std::move(*fault));
   }
 }
 
-void Request::record(const Use& use, Fault fault) {
-  fault.path = use.file->path();
-  fault.offset = use.begin;
-  fault.expected = use.nbytes;
-  fault.transferred = use.moved_nbytes;
-  faults_.emplace(use.index, std::move(fault));
+void Request::record(const Unit& unit, const File& file, Fault fault) {
+  fault.path = file.path();
+  fault.offset = unit.begin;
+  fault.expected = unit.nbytes;
+  fault.transferred = unit.moved_nbytes;
+  std::lock_guard lock(mutex_);
+  faults_.emplace(unit.index, std::move(fault));
 }
 
 void Request::announce() {

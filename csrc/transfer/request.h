@@ -6,7 +6,9 @@
 // block. The helper threads of the file's lane (lane.h) do it, or the caller's thread in a blocking call, but never a
 // worker.
 //
-// A file is sealed once it gets no more transfers, and the request is sealed once it gets no more transfers at all.
+// The transfers of one file, known by its identity rather than by a path, are one unit: they are submitted together or
+// not at all. What the call promises for a file therefore holds for all of its items, also if they use several paths
+// (hard links) of it. The request is sealed once it gets no more transfers at all.
 #pragma once
 
 #include <atomic>
@@ -19,9 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -77,27 +77,17 @@ class Request : public std::enable_shared_from_this<Request> {
 
   // --- for the scheduler ---
 
-  // Add transfers to the request, before they are submitted.
-  void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
+  // Add transfers to the request, before they are submitted: all transfers of their files. `incomplete` are files of
+  // which an item was refused, so they must not be truncated or reported as durable. Returns the truncations ("cuts")
+  // of the files. The caller must enter these in the WriteOrder directly behind the transfers: a write of another
+  // request that entered in between could end before the truncation, which would then cut off what was written. The
+  // turn_has_come() of each must be called once it may begin; until then the request is not done. `ordered` is such a
+  // truncation of the only file, if it has its turn already; it is then not among those that are returned.
+  std::vector<std::shared_ptr<OrderedWrite>> add(const std::vector<std::shared_ptr<Transfer>>& transfers,
+                                                 const std::vector<std::shared_ptr<File>>& incomplete = {},
+                                                 std::shared_ptr<OrderedWrite> ordered = nullptr);
 
-  // Return the truncation ("cut") of a file that gets no more transfers. The caller must enter it in the WriteOrder
-  // directly behind the file's transfers: a write of another request that entered in between could end before the
-  // truncation, which would then cut off what was written. Its turn_has_come() must be called once it may begin; until
-  // then the request is not done. Returns null if this request does not truncate the file, or if next_cut() returned
-  // the truncation before.
-  std::shared_ptr<OrderedWrite> next_cut(const File& file);
-
-  // Return the truncation of `file` at the file offset `end`, or null if this request does not truncate the file. This
-  // is for a request with a single transfer, which ends at `end` and is not yet added. Once the WriteOrder has let the
-  // truncation begin, pass it to seal().
-  std::shared_ptr<OrderedWrite> cut_behind(const File& file, uint64_t end);
-
-  // Seal one file: it gets no more transfers. `begun` is its truncation, if that has entered the WriteOrder and may
-  // begin.
-  void seal(const File& file, std::shared_ptr<OrderedWrite> begun = nullptr);
-  // Seal the request: it gets no more transfers. Files that were not sealed before are closed, but not truncated or
-  // synced, because some of their transfers are missing. Code that drops an unsealed request must cancel and seal it
-  // first.
+  // Seal the request: it gets no more transfers. Code that drops an unsealed request must cancel and seal it first.
   void seal();
   bool sealed();  // whether seal() was called
 
@@ -108,16 +98,16 @@ class Request : public std::enable_shared_from_this<Request> {
 
   // Whether the request has operations on its files.
   bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
-
-  // Record that a transfer of this file was refused: the file must not be truncated or reported as durable.
-  void refuse(const std::shared_ptr<File>& file);
+  // Whether the request truncates this file. Devices are never truncated.
+  bool cuts(const File& file) const { return uses_files() && file.regular() && (options_.truncate || file.replaced()); }
 
   // For a blocking call with one file. leave_to_caller() declares that the caller's thread runs the operations on
-  // files, instead of helpers. After the transfer has ended, that thread calls settle_files() until it returns true.
-  // This runs the operations, which may block, and ends the request. It returns false if a signal arrived (see
-  // InterruptionsReturned).
+  // files, instead of helpers. After the transfer has ended, that thread calls settle_files(), which runs the
+  // operations, which may block, and ends the request. Returns false if a signal arrived (see InterruptionsReturned):
+  // helpers then run what is left.
   bool settle_files();
   void leave_to_caller();
+  void leave_to_helpers();
 
   // Null once the request is done.
   std::shared_ptr<Scheduler> scheduler();
@@ -129,67 +119,68 @@ class Request : public std::enable_shared_from_this<Request> {
   // The truncation of a file, as a member of the order of writes.
   class Cut;
 
-  // The operations on one file. A Use is in uses_ while the file has unfinished transfers, and then in ready_ under its
-  // lane. There a helper (or the caller) settles it: takes it and runs the operations on the file. If the file's name
-  // must be made durable, the Use then waits in directories_ until the directory is synced.
-  struct Use {
+  // One open file of a unit.
+  struct Name {
     std::shared_ptr<File> file;
-    std::shared_ptr<Lane> lane;
     File::Lease lease = {};
+  };
+
+ public:
+  // The operations on one file. Its transfers and its truncation refer to it until they have ended. It is then in
+  // ready_ under its lane, where a helper (or the caller) settles it: takes it and runs the operations. Names that must
+  // be made durable then wait in directories_ until their directory is synced.
+  struct Unit {
+    std::shared_ptr<Lane> lane;
+    std::vector<Name> names = {};                 // nearly always one
     std::shared_ptr<OrderedWrite> cut = nullptr;  // the truncation, if the file is truncated
     uint64_t begin = UINT64_MAX;                  // the lowest file offset of the transfers
+    uint64_t end = 0;                             // the end of the last one
     uint64_t nbytes = 0;                          // of all transfers
     uint64_t moved_nbytes = 0;
     size_t index = SIZE_MAX;  // the lowest position of a transfer in the call
-    size_t to_come = 1;       // events to wait for: the end of each transfer, the turn of the truncation, the seal
-    bool sealed = false;      // no further transfer will be added
+    size_t to_come = 0;       // events to wait for: the end of each transfer, the turn of the truncation
     bool failed = false;
-    std::shared_ptr<Lane> counted_in = nullptr;  // once the use is ready: where it counts as outstanding
+    std::shared_ptr<Lane> counted_in = nullptr;  // once the unit is ready: where it counts as outstanding
   };
 
-  using Uses = std::vector<std::unique_ptr<Use>>;
+ private:
   // A function for a helper thread of the lane.
   struct Job {
     std::shared_ptr<Lane> lane;
     std::function<void()> action;
   };
-
-  // The outcome of the operations on a file.
-  struct Done {
-    bool interrupted = false;  // by a signal: the operations must be run again
-    std::optional<Fault> fault = std::nullopt;
-    std::optional<std::string> directory = std::nullopt;  // directory to be synced for the file's name
+  // A name that waits for the sync of its directory.
+  struct Undurable {
+    std::shared_ptr<Unit> unit;
+    Name name;
   };
 
-  bool cuts(const File& file) const { return uses_files() && (options_.truncate || file.replaced()); }
   // Whether several helpers settle the files in parallel. They do so if files are synced or truncated, which takes
   // long. Requires mutex_.
   bool side_by_side() const { return options_.sync || cuts_any_; }
-  Use& use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane);
 
-  // Record that one of the events that the file's use waits for has occurred. If it was the last one, returns the use
-  // and removes it from uses_; otherwise returns null. Requires mutex_.
-  std::unique_ptr<Use> count_down(const File& file);
-  // Lock mutex_ and count down for an event other than the end of a transfer. If it was the last event, make the use
-  // ready and count it as outstanding.
-  void one_over(const File& file);
+  // Record that the truncation of this file may begin.
+  void may_cut(const std::shared_ptr<Unit>& unit);
 
   // Call `change` with a list of jobs and mutex_ held. Then, without the lock, post the jobs that it has added to the
   // list, or announce the end of the request if nothing is open any more.
   template <typename Change>
   void change(Change change);
-  // Move a use to ready_, after all its events have occurred. Add a job that settles it, unless an earlier job or the
+  // Move a unit to ready_, after all its events have occurred. Add a job that settles it, unless an earlier job or the
   // caller's thread will do so. Requires mutex_.
-  void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);
-  // A job that runs `action`. The request is not done before the job has ended. Requires mutex_.
+  void make_ready(std::shared_ptr<Unit> unit, std::vector<Job>& jobs);
+  // A job that settles the ready units of a lane. The request is not done before it has ended. Requires mutex_.
+  Job settling(std::shared_ptr<Lane> lane);
   Job job_of(std::shared_ptr<Lane> lane, std::function<void()> action);
 
-  std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
-  bool settle_file(std::unique_ptr<Use> use);  // false: a signal arrived
-  // Run the operations on the use's file. Without `cut`, the file is not truncated.
-  Done act_on_file(Use& use, bool cut) const;
-  void sync_names(const std::string& directory, const Uses& uses);
-  void record(const Use& use, Fault fault);
+  std::shared_ptr<Unit> take_ready(const std::shared_ptr<Lane>& lane);
+  bool settle_file(const std::shared_ptr<Unit>& unit);  // false: a signal arrived
+  // Truncate and sync the unit's file. Returns whether a signal arrived, and otherwise sets `fault`.
+  bool is_interrupted_in(Unit& unit, std::optional<Fault>& fault) const;
+  // Close one of the unit's files, or keep it until the directory of its name has been synced.
+  void end_name(const std::shared_ptr<Unit>& unit, Name name, std::optional<Fault> fault);
+  void sync_names(const std::string& directory, std::vector<Undurable>& names);
+  void record(const Unit& unit, const File& file, Fault fault);
   // End the request: wake threads in wait_for(), and call the listeners.
   void announce();
 
@@ -206,18 +197,13 @@ class Request : public std::enable_shared_from_this<Request> {
   bool sealed_ = false;
   bool by_caller_ = false;  // the caller's thread settles ready files, in place of helpers
   bool cuts_any_ = false;
-  // The number of unfinished parts: the seal, transfers, uses, jobs, and the caller's settling. At zero, jobs are added
-  // that sync the directories_; if there are none, the request is done.
+  // The number of unfinished parts: the seal, transfers, units, jobs, and the caller's settling. At zero, a job is
+  // added that syncs the directories_; if there are none, the request is done.
   size_t open_ = 1;
-  std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
-  std::map<std::shared_ptr<Lane>, std::deque<std::unique_ptr<Use>>> ready_;
-  // The end of the last transfer of each file, where the file is truncated; and the files that must not be truncated,
-  // because some transfer was refused or failed. Both are by identity, since one file may have several paths.
-  std::map<FileIdentity, uint64_t> ends_;
-  std::set<FileIdentity> incomplete_;
-  // Directories in which the request created files, with the uses of these files. The first file of a directory stays
-  // open until the directory is synced, because syncing may need its descriptor.
-  std::map<std::string, Uses> directories_;
+  std::map<std::shared_ptr<Lane>, std::deque<std::shared_ptr<Unit>>> ready_;
+  // Directories in which the request created files, with these files. The first file of a directory stays open until
+  // the directory is synced, because syncing may need its descriptor.
+  std::map<std::string, std::vector<Undurable>> directories_;
   std::map<size_t, Fault> faults_;
   std::vector<Listener> listeners_;
 };

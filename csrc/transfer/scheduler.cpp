@@ -21,6 +21,35 @@ constexpr uint64_t max_cached_nbytes = uint64_t{64} << 10;
 // A larger blocking call is left to a worker, which keeps several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
+// Waits on its thread until it is next in the queue for bounce memory, or for a short time: the request may have been
+// cancelled.
+class SleepingWaiter final : public BounceWaiter {
+ public:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    (void)released_.wait_for(lock, std::chrono::milliseconds(50), [&] { return std::exchange(is_next_, false); });
+  }
+  void bounce_memory_released() override {
+    {
+      std::lock_guard lock(mutex_);
+      is_next_ = true;
+    }
+    released_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable released_;
+  bool is_next_ = false;
+};
+
+// A truncation that has its turn as soon as it enters the order.
+class Truncation final : public OrderedWrite {
+ public:
+  Truncation(const FileIdentity& file, uint64_t size) : OrderedWrite(file, size, UINT64_MAX) {}
+  void turn_has_come() override {}
+};
+
 }  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
@@ -44,17 +73,38 @@ Scheduler::~Scheduler() {
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
-Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
-  // A lane without outstanding transfers admits any number at once. Otherwise a request with more transfers than the
-  // limit could never start.
-  const auto has_room = [](const Places& wanted) {
-    const size_t outstanding = wanted.lane->outstanding_;
-    return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
-  };
+// A lane without outstanding transfers admits any number at once. Otherwise a request with more transfers than the
+// limit could never start.
+bool Scheduler::has_room(const Places& wanted) {
+  const size_t outstanding = wanted.lane->outstanding_;
+  return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
+}
+
+// A caller that waits for another lane, which may hang, does not hold back those of lanes where it has room.
+bool Scheduler::holds_back(const std::vector<Places>& earlier, const std::vector<Places>& later) {
+  const bool is_next = std::ranges::all_of(earlier, &has_room);
+  return std::ranges::any_of(earlier, [&](const Places& wanted) {
+    const bool is_shared = std::ranges::find(later, wanted.lane, &Places::lane) != later.end();
+    return is_shared && (is_next || !has_room(wanted));
+  });
+}
+
+Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout,
+                                      uint64_t& ticket) {
   std::unique_lock lock(mutex_);
-  const bool decided =
-      progress_.wait_for(lock, timeout, [&] { return state_ != State::open || std::ranges::all_of(places, has_room); });
-  if (!decided) return Admission::full;
+  if (ticket == 0) ticket = ++last_ticket_;
+  const auto may_go = [&] {
+    if (state_ != State::open) return true;
+    const auto holds_this_back = [&](const auto& one) { return one.first < ticket && holds_back(*one.second, places); };
+    return std::ranges::all_of(places, &has_room) && std::ranges::none_of(waiting_, holds_this_back);
+  };
+  if (!may_go()) {
+    waiting_.emplace(ticket, &places);
+    const bool decided = progress_.wait_for(lock, timeout, may_go);
+    waiting_.erase(ticket);
+    progress_.notify_all();  // later callers may go on, if the lanes have room for them
+    if (!decided) return Admission::full;
+  }
   if (state_ != State::open) return Admission::closed;
   for (const auto& [lane, count] : places) {
     lane->outstanding_ += count;
@@ -89,17 +139,28 @@ std::vector<uint64_t> Scheduler::take_finished() {
   return std::exchange(finished_, {});
 }
 
+void Scheduler::keep(const std::shared_ptr<Request>& request) {
+  std::lock_guard lock(mutex_);
+  requests_[request.get()] = request;
+}
+
 void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers& transfers,
-                       const std::vector<std::shared_ptr<File>>& last) {
+                       const std::vector<std::shared_ptr<File>>& incomplete, std::shared_ptr<OrderedWrite> ordered) {
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  {
-    std::lock_guard lock(mutex_);
-    requests_[request.get()] = request;
+  keep(request);
+  const auto cuts = request->add(transfers, incomplete, ordered);
+  std::vector<bool> may_begin(transfers.size(), true);
+  if (transfers.front()->is_write() && !ordered) {
+    WriteOrder::Writes order(transfers.begin(), transfers.end());
+    order.insert(order.end(), cuts.begin(), cuts.end());
+    may_begin = WriteOrder::enter(order);
   }
-  request->add(transfers);
+  // This truncates nothing yet: the truncation also waits for the transfers.
+  for (size_t index = 0; index < cuts.size(); ++index) {
+    if (may_begin[transfers.size() + index]) cuts[index]->turn_has_come();
+  }
   // The transfers that may get in line, grouped by lane. Nearly always there is only one lane.
   std::vector<std::pair<Lane*, Transfers>> ready;
-  const std::vector<bool> may_begin = enter_order(*request, transfers, last);
   for (size_t index = 0; index < transfers.size(); ++index) {
     if (!may_begin[index] || !may_line_up(transfers[index])) continue;
     Lane* const lane = transfers[index]->lane().get();
@@ -108,22 +169,6 @@ void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers&
     found->second.push_back(transfers[index]);
   }
   for (const auto& [lane, own] : ready) lane->queue()->add(own);
-  for (const auto& file : last) request->seal(*file);
-}
-
-std::vector<bool> Scheduler::enter_order(Request& request, const Transfers& transfers,
-                                         const std::vector<std::shared_ptr<File>>& last) {
-  if (transfers.empty() || !transfers.front()->is_write()) return std::vector<bool>(transfers.size(), true);
-  WriteOrder::Writes order(transfers.begin(), transfers.end());
-  for (const auto& file : last) {
-    if (auto cut = request.next_cut(*file)) order.push_back(std::move(cut));
-  }
-  auto may_begin = WriteOrder::enter(order);
-  // This truncates nothing yet: the truncation also waits until the file is sealed.
-  for (size_t index = transfers.size(); index < order.size(); ++index) {
-    if (may_begin[index]) order[index]->turn_has_come();
-  }
-  return may_begin;
 }
 
 void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
@@ -203,6 +248,7 @@ void Scheduler::end_if_abandoned() {
 
 void Scheduler::drop(WorkBlock& block) {
   block.bounce.reset();
+  block.ticket.reset();
   auto transfer = std::move(block.transfer);
   if (transfer->count_down()) end_transfer(transfer);
 }
@@ -284,8 +330,11 @@ void Scheduler::one_less(Lane& lane) {
 }
 
 void Scheduler::let_go(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  finished_.push_back(id);
+  {
+    std::lock_guard lock(mutex_);
+    finished_.push_back(id);
+  }
+  on_finished_();
 }
 
 void Scheduler::one_more(Lane& lane) {
@@ -312,6 +361,7 @@ void Scheduler::request_over(const Request& request) {
     end_if_abandoned();
   }
   progress_.notify_all();
+  if (kept) on_finished_();
 }
 
 // Run steps on this thread up to the next one that copies. Returns that step.
@@ -350,7 +400,10 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
     if (!passed || !*passed) return false;  // the watcher waits for the gate
   }
   Request& request = transfer->request();
-  const auto cut = request.cut_behind(*transfer->file(), transfer->end());
+  std::shared_ptr<OrderedWrite> cut;
+  if (request.cuts(*transfer->file())) {
+    cut = std::make_shared<Truncation>(transfer->identity(), transfer->end());
+  }
   WriteOrder::Writes order;
   if (transfer->is_write()) order.push_back(transfer);
   if (cut) order.push_back(cut);
@@ -368,8 +421,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
     (void)transfer->count_down();  // for the block; the cursor's reference still keeps the transfer from ending
   }
   request.leave_to_caller();
-  request.add({transfer});
-  request.seal(*transfer->file(), cut);
+  (void)request.add({transfer}, {}, std::move(cut));
   request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
   taken.transfer = transfer;
@@ -402,14 +454,18 @@ bool Scheduler::move_cached(Inline& taken) {
 }
 
 bool Scheduler::go_on(Inline& taken) {
-  if (!taken.transfer) return true;
-  if (taken.step != Step::done && taken.transfer->request().canceled()) {
-    taken.step =
-        // The block was interrupted (EINTR). Since the request was cancelled, this fails the block.
-        taken.transfer->look_at_result(taken.block, statistics_);
-  }
   taken.step = run_on(taken.block, taken.step);
-  if (taken.step != Step::done) return false;
+  if (taken.step != Step::done) {
+    const auto lane = taken.transfer->lane();  // the helper may end the transfer before help() returns
+    taken.transfer->request().leave_to_helpers();
+    keep(taken.transfer->request().shared_from_this());
+    lane->help([self = shared_from_this(), rest = std::make_shared<Inline>(std::move(taken))] {
+      self->run_to_end(rest->block, rest->step);
+      rest->block.transfer.reset();
+      self->end_transfer(rest->transfer);
+    });
+    return false;
+  }
   taken.block.bounce.reset();
   taken.block.transfer.reset();
   end_transfer(std::exchange(taken.transfer, nullptr));
@@ -418,9 +474,8 @@ bool Scheduler::go_on(Inline& taken) {
 
 void Scheduler::drive(WorkBlock& block) {
   Step step;
-  while ((step = block.transfer->prepare(block, nullptr, statistics_)) == Step::wait_for_memory) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));  // until a worker releases bounce memory
-  }
+  const auto memory = std::make_shared<SleepingWaiter>();
+  while ((step = block.transfer->prepare(block, memory.get(), statistics_)) == Step::wait_for_memory) memory->wait();
   run_to_end(block, step);
 }
 

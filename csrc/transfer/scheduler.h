@@ -11,6 +11,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -104,7 +106,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Wait until every lane has room for its transfers, and count them as outstanding (`admitted`). Returns `full`,
   // counting nothing, if the timeout expires first, and `closed` if the scheduler accepts no more transfers. An
   // admitted transfer must later be submitted, or its place be given up by take_back().
-  Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout);
+  //
+  // Callers are admitted in turn, so none waits forever while later ones go on. `ticket` is the caller's turn: 0 at its
+  // first call, and kept by it until it is admitted. A ticket holds others back only during a call of admit(): in
+  // between the caller runs signal handlers, which may submit transfers as well.
+  Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout, uint64_t& ticket);
+  Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
+    uint64_t ticket = 0;
+    return admit(places, timeout, ticket);
+  }
   void take_back(const std::vector<Places>& places);
 
   // Wait until an outstanding transfer ends; false on timeout. Returns true at once if none is outstanding.
@@ -119,9 +129,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::optional<Fault> prepare_for_gpus();
   cuda::Watcher& watcher() { return *watcher_; }
 
-  // Submit admitted transfers of a request. The files in `last` get no further transfers: they are sealed.
+  // Submit admitted transfers of a request: all transfers of their files. For `incomplete` and `ordered` see
+  // Request::add().
   void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
-              const std::vector<std::shared_ptr<File>>& last = {});
+              const std::vector<std::shared_ptr<File>>& incomplete = {},
+              std::shared_ptr<OrderedWrite> ordered = nullptr);
 
   // A small transfer that the thread of a blocking call runs itself, with its block and the block's next step.
   struct Inline {
@@ -135,8 +147,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // With `only_cached`, returns false if the transfer would have to wait for a device.
   bool try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached = false);
 
-  // Run the transfer of a successful try_inline() to its end and return true. False means that a signal arrived (see
-  // InterruptionsReturned): run the signal handlers and call go_on() again.
+  // Run the transfer of a successful try_inline() to its end and return true. Returns false if a signal arrived (see
+  // InterruptionsReturned): a helper then runs the rest. The transfer has a place in the WriteOrder, and a signal
+  // handler that writes to the same file would otherwise wait for it forever.
   bool go_on(Inline& taken);
 
   // For an asynchronous call, which must not wait: if the transfer is a small read of cached data, run it and its
@@ -154,6 +167,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // The ids of requests that finished since the last call, and the ids that were passed to let_go() since then.
   std::vector<uint64_t> take_finished();
+  // Call `listener`, which must not block, on a thread of the core whenever there are such ids. Set before any use.
+  void on_finished(std::function<void()> listener) { on_finished_ = std::move(listener); }
 
   size_t outstanding() const;
 
@@ -178,6 +193,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void one_more(Lane& lane);
   void one_less(Lane& lane);
 
+  // Refer to a request until request_over().
+  void keep(const std::shared_ptr<Request>& request);
   // Count a request that is about to be done.
   void count_request(const Request& request);
   // Forget a request that is done. take_finished() will return its id.
@@ -197,6 +214,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   explicit Scheduler(const SchedulerOptions& options);
 
   void end_if_abandoned();  // requires mutex_: once all work has ended, let the threads that were left behind end
+  static bool has_room(const Places& wanted);  // requires mutex_
+  // Whether the caller of one admit() holds back that of another one, with a later ticket. Requires mutex_.
+  static bool holds_back(const std::vector<Places>& earlier, const std::vector<Places>& later);
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // requires mutex_
 
   bool move_cached(Inline& taken);
@@ -204,8 +224,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   Step run_now(WorkBlock& block, Step step);
   Step run_on(WorkBlock& block, Step step);  // runs all steps on this thread, unless a signal arrives
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
-  std::vector<bool> enter_order(Request& request, const Transfers& transfers,
-                                const std::vector<std::shared_ptr<File>>& last);
   void drive(WorkBlock& block);  // runs the whole block on this thread, waiting for bounce memory if necessary
   void run_to_end(WorkBlock& block, Step step);
   void end_transfer(const std::shared_ptr<Transfer>& transfer);
@@ -222,6 +240,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::unordered_map<const Request*, std::shared_ptr<Request>> requests_;
   std::vector<uint64_t> finished_;
   size_t outstanding_ = 0;
+  std::map<uint64_t, const std::vector<Places>*> waiting_;  // the callers in admit(), by their tickets
+  uint64_t last_ticket_ = 0;
+  std::function<void()> on_finished_ = [] {};
   uint64_t completed_ = 0;  // ended work and requests, for progress()
   enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
 

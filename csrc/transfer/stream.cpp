@@ -542,7 +542,7 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
     return;
   }
   scheduler_->one_more(*lane_);  // for the transfer
-  scheduler_->submit(request, {*transfer}, {file_});
+  scheduler_->submit(request, {*transfer});
   request->seal();
   request->notify([self = shared_from_this(), request = request.get(), buffer = std::move(buffer), last]() mutable {
     self->written(std::move(buffer), request->fault() ? std::optional(*request->fault()) : std::nullopt, last);

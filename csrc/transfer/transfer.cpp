@@ -250,7 +250,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
                       std::to_string(planned.io_nbytes) + "; remedy: tensorferry.set_bounce_pool_nbytes()");
     }
     block.of_gpu = pinned_pool_ != nullptr;
-    block.bounce = pool->try_acquire(planned.io_nbytes, waiter);
+    block.bounce = pool->try_acquire(planned.io_nbytes, waiter, waiter ? &block.ticket : nullptr);
     if (!block.bounce) return Step::wait_for_memory;
     block.memory = block.bounce.data();
   } else {

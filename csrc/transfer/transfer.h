@@ -65,6 +65,7 @@ struct WorkBlock : Block {
   std::shared_ptr<Transfer> transfer;
   PlannedBlock planned{};
   BounceBuffer bounce;
+  BounceTicket ticket;    // while the block waits for bounce memory
   uint64_t moved = 0;     // bytes that the kernel has moved so far
   uint32_t attempts = 0;  // attempts since the block last moved bytes
   uint32_t station = 0;   // the number of completed steps
@@ -208,6 +209,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
  public:
   const size_t index;
+  std::shared_ptr<Request::Unit> unit = nullptr;  // of its file, if the request has operations on files
 
  private:
   TransferSpec spec_;

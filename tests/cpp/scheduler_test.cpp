@@ -189,9 +189,7 @@ TEST_CASE("the pieces of a file that is dropped with its request are written bef
         REQUIRE(transfer);
         transfers.push_back(*transfer);
       }
-      const File& key = *file;
       scheduler->submit(request, std::exchange(transfers, {}));
-      request->seal(key);
       request->seal();
       file.reset();  // the request has the last one
       REQUIRE(request->wait_for(milliseconds(60'000)));
@@ -362,6 +360,33 @@ TEST_CASE("who submits more to a device than may be outstanding waits, and nobod
   CHECK(close(*scheduler));
 }
 
+TEST_CASE("callers are admitted in turn, but one that waits for a hung device holds back no other device") {
+  auto scheduler = make("threads");
+  using enum Scheduler::Admission;
+  const milliseconds at_once(0), patience(60'000);
+  const auto hung = scheduler->lane_of(1);
+  const auto lane = scheduler->lane_of(2);
+  const std::vector<Scheduler::Places> one{{lane, 1}}, of_hung{{hung, 1}}, more{{lane, Scheduler::max_outstanding + 1}};
+  const std::vector<Scheduler::Places> both{{lane, 1}, {hung, Scheduler::max_outstanding}};
+  for (const auto& [large, held] : {std::pair(more, one), std::pair(both, of_hung)}) {
+    REQUIRE(scheduler->admit(held, at_once) == admitted);
+    std::atomic<bool> begun{false};
+    std::thread waiting([&, large = large] { begun = scheduler->admit(large, patience) == admitted; });
+    // While it waits, nothing else is admitted where it has no room, though there is room for one more.
+    while (scheduler->admit(held, at_once) == admitted) scheduler->take_back(held);
+    if (held.front().lane == hung) {
+      CHECK(scheduler->admit(one, at_once) == admitted);
+      scheduler->take_back(one);
+    }
+    CHECK_FALSE(begun);
+    scheduler->take_back(held);
+    waiting.join();
+    CHECK(begun);
+    scheduler->take_back(large);
+  }
+  CHECK(close(*scheduler));
+}
+
 TEST_CASE("closing finishes what is outstanding") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
@@ -418,7 +443,7 @@ TEST_CASE("percentiles are within an eighth of the exact values") {
   CHECK(histogram.percentile(1.0) > 100'000);
 }
 
-TEST_CASE("a file that is still to be closed is outstanding, though its transfers were over before it was sealed") {
+TEST_CASE("a file that is still to be closed is outstanding, though its transfers are over") {
   TemporaryDirectory directory;
   auto scheduler = make("threads");
   const auto file = open_file(directory.file("file"), true);
@@ -426,15 +451,13 @@ TEST_CASE("a file that is still to be closed is outstanding, though its transfer
   auto request = new_request(*scheduler, {.write = true, .close_files = true});
   auto transfer = Transfer::create({file, {source.data(), source.size()}, 0, true}, request, 0, 64 << 10);
   REQUIRE(transfer);
-  scheduler->submit(request, {*transfer});
-  while (scheduler->outstanding() > 0) std::this_thread::sleep_for(milliseconds(1));
-
   std::mutex held;  // by which no helper closes anything
   std::unique_lock lock(held);
   for (int helper = 0; helper < 64; ++helper)  // more than there may be threads
     scheduler->lane_of(file->device())->help([&] { std::lock_guard wait(held); });
-  request->seal(*file);
+  scheduler->submit(request, {*transfer});
   request->seal();
+  while (scheduler->progress() < source.size()) std::this_thread::sleep_for(milliseconds(1));
   CHECK(scheduler->outstanding() == 1);
   lock.unlock();
   REQUIRE(request->wait_for(milliseconds(60'000)));

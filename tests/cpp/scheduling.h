@@ -98,8 +98,7 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
     REQUIRE(request->settle_files());
     return;
   }
-  const auto file = transfer->file();
-  scheduler.submit(request, {transfer}, {file});
+  scheduler.submit(request, {transfer});
   request->seal();
 }
 

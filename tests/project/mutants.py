@@ -427,8 +427,8 @@ MUTANTS = [
         "ctrl-c-cancels-nothing",
         "an interrupted call completes what has begun, and begins nothing else",
         "csrc/bindings/scheduler.cpp",
-        "      if (request.core->fork_generation() == fork_generation()) request.core->cancel();\n      throw;",
-        "      throw;",
+        "        request.core->cancel();\n",
+        "",
         "tests/transfers/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
     ),
     _mutant(
@@ -604,11 +604,11 @@ MUTANTS = [
     _mutant(
         "owners-are-never-dropped",
         "no worker uses Python",
-        "csrc/bindings/scheduler.cpp",
-        "  for (uint64_t id : core_->take_finished()) owners_->drop(id);\n",
-        "  (void)core_->take_finished();\n",
+        "csrc/bindings/scheduler.h",
+        "    own->reap();\n",
+        "",
         "tests/transfers/test_lifetimes.py::"
-        "test_an_array_whose_future_nobody_kept_is_released_by_a_later_call[threads]",
+        "test_an_array_whose_future_was_dropped_is_released_without_a_further_call[threads]",
     ),
     _mutant(
         "edges-of-writes-share-pages-with-bodies",
@@ -622,8 +622,8 @@ MUTANTS = [
         "file-is-cut-behind-pieces-that-failed",
         "bytes of a file outside the written range never change",
         "csrc/transfer/request.cpp",
-        "cut = !incomplete_.contains(use->file->identity());",
-        "cut = true;",
+        "    found->second->failed = true;\n",
+        "",
         "tests/transfers/test_meetings.py::test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused[threads]",
     ),
     _mutant(
@@ -638,9 +638,9 @@ MUTANTS = [
     _mutant(
         "space-of-later-pieces-is-not-reserved",
         "a file never looks longer than its reserved space",
-        "src/tensorferry/transfer/requests.py",
-        "if continued is not None and begins and self._write:",
-        "if False and continued is not None:",
+        "csrc/transfer/items.cpp",
+        "const auto full = write ? reserve_all(items)",
+        "const auto full = false ? reserve_all(items)",
         "tests/transfers/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
     ),
     _mutant(
@@ -663,7 +663,7 @@ MUTANTS = [
         "failed-close-is-a-success",
         "success means that close(2) and every sync succeeded",
         "csrc/transfer/request.cpp",
-        "    if (!use.failed && !fault) fault = std::move(failed);\n",
+        "    if (!unit->failed && !fault) fault = std::move(failed);\n",
         "",
         "tests/transfers/test_meetings.py::test_a_close_that_fails_is_a_failure_of_what_was_written[threads-5]",
     ),
@@ -706,8 +706,8 @@ MUTANTS = [
         "a-cut-comes-after-its-call-was-interrupted",
         "an interrupted call completes what has begun, and begins nothing else",
         "csrc/transfer/request.cpp",
-        "  if (!use.failed && use.cut && canceled()) fault",
-        "  if (false) fault",
+        "    fault = canceled() ? Fault{",
+        "    fault = false ? Fault{",
         "tests/transfers/test_write_order.py::test_a_cut_that_ctrl_c_ends_while_it_waits_does_not_come_later[threads-open]",
     ),
     _mutant(
@@ -736,6 +736,32 @@ MUTANTS = [
         "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
     ),
     _mutant(
+        "later-callers-are-admitted-first",
+        "a shared resource is given out in the order of the requests for it",
+        "csrc/transfer/scheduler.cpp",
+        "std::ranges::none_of(waiting_, holds_this_back);",
+        "true;",
+        "tests/cpp/scheduler_test.cpp::callers are admitted in turn, but one that waits for a hung device holds back no"
+        " other device",
+    ),
+    _mutant(
+        "bounce-memory-is-taken-past-the-queue",
+        "a shared resource is given out in the order of the requests for it",
+        "csrc/memory/bounce_pool.cpp",
+        "const bool is_first = queue_.empty() || (queued && ticket->place_ == queue_.begin());",
+        "const bool is_first = true;",
+        "tests/cpp/memory_test.cpp::memory is given out in the order of the queue, and a waiter that leaves holds up no"
+        " other",
+    ),
+    _mutant(
+        "devices-are-truncated",
+        "bytes of a file outside the written range never change",
+        "csrc/transfer/request.h",
+        "uses_files() && file.regular() &&",
+        "uses_files() &&",
+        "tests/transfers/test_devices.py::test_a_device_has_its_size_and_is_neither_extended_nor_cut[threads]",
+    ),
+    _mutant(
         "any-number-of-transfers-is-outstanding",
         "nothing grows without bound",
         "csrc/transfer/scheduler.cpp",
@@ -747,9 +773,10 @@ MUTANTS = [
         "one-device-has-all-outstanding-transfers",
         "a device that hangs delays its own calls, and no call on another device",
         "csrc/transfer/scheduler.cpp",
-        "const auto has_room = [](const Places& wanted) {\n    const size_t outstanding = wanted.lane->outstanding_;",
-        "const auto has_room = [this](const Places& wanted) {\n    const size_t outstanding = outstanding_;",
-        "tests/cpp/scheduler_test.cpp::who submits more to a device than may be outstanding waits, and nobody else",
+        "const bool is_shared = std::ranges::find(later, wanted.lane, &Places::lane) != later.end();",
+        "const bool is_shared = !later.empty();",
+        "tests/cpp/scheduler_test.cpp::callers are admitted in turn, but one that waits for a hung device holds back no"
+        " other device",
     ),
     _mutant(
         "any-number-of-threads-in-an-engine",
@@ -865,7 +892,7 @@ MUTANTS = [
         "calls-during-the-exit-do-not-wait",
         "what has begun is complete when the process has ended",
         "csrc/bindings/scheduler.cpp",
-        "  if (!last && is_exiting()) {",
+        "  if (!more && is_exiting()) {",
         "  if (false) {",
         "tests/transfers/test_exits.py::"
         "test_what_has_begun_is_complete_when_the_process_has_ended[in a finalizer-fork-no]",

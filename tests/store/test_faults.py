@@ -405,7 +405,7 @@ def test_a_sync_that_fails_is_not_forgotten_wherever_it_is_interrupted(faultfs):
     for number in itertools.count(1):
         faultfs.clear()
         with TensorStore(faultfs.path, temporary=False) as store:
-            store.write("a", pattern(2 * SEGMENT)).result()
+            store.write("a", pattern(NBYTES)).result()
             store.write("b", b"x").result()
             segment = max(faultfs.backing.glob(f"*{store._commits.run}*.segment"))
             faultfs.order(Fault("fsync", name=segment.name, error=errno.EIO, times=1))

@@ -108,7 +108,7 @@ def test_killed_lives(tmp_path, seed):
     last = None
     for generation in range(4):
         log = tmp_path / f"log{generation}"
-        number = int(rng.integers(1, 30_000))
+        number = int(rng.integers(1, 12_000))
         if (child := os.fork()) == 0:
             try:
                 with At(number, SOURCES, lambda: os.kill(os.getpid(), signal.SIGKILL)):

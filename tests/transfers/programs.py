@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import pathlib
@@ -386,6 +387,39 @@ def _all_descriptors() -> list[int]:
         while True:
             taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
     return taken
+
+
+def two_names_and_few_descriptors(engine: str, directory: str, most: int) -> list[bool]:
+    """Write a file by two of its names, with 0 to `most` free descriptors; return for each number whether that worked.
+
+    What worked has all bytes, and what did not has changed nothing.
+    """
+    assert tensorferry.engines()[engine] is None
+    runtime._NO_PROGRESS_SECONDS = 0.1
+    tensorferry.write(f"{directory}/first", b"1")
+    old, new = b"o" * 200_000, b"x" * 10 + b"o" * 99_990 + b"y" * 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    whole = []
+    for free in range(most + 1):
+        names = [pathlib.Path(f"{directory}/{name}{free}") for name in "ab"]
+        names[0].write_bytes(old)
+        names[1].hardlink_to(names[0])
+        taken = _all_descriptors()
+        for _ in range(free):
+            os.close(taken.pop())
+        items = [(names[0], b"x" * 10, 0), (names[1], b"y" * 10, 100_000)]
+        try:
+            tensorferry.write_many(items, truncate=True)
+            whole.append(True)
+        except tensorferry.StorageError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            whole.append(False)
+        finally:
+            for one in taken:
+                os.close(one)
+        assert names[0].read_bytes() == (new if whole[-1] else old)
+    return whole
 
 
 def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:

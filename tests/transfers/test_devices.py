@@ -106,10 +106,15 @@ def test_a_device_has_its_size_and_is_neither_extended_nor_cut(
             tensorferry.write(device, data, end - 4096)
         with pytest.raises(tensorferry.ShortReadError, match=str(end)):
             tensorferry.read(device, found, end - 4096)
-        with storage_error(errno.EINVAL, device):
-            tensorferry.write(device, data[:4096], truncate=True)
         tensorferry.write(device, data, sync=True)
-        with tensorferry.open(device) as file:
+        tensorferry.write(device, data, truncate=True)
+        tensorferry.write_many([(device, data, 0), (device, data[:9], 4096)], truncate=True)
+        with tensorferry.open(device, "r+") as file:
+            with file.stream() as stream:
+                stream.append(data)
+                stream.finish(truncate=True)
+            with storage_error(errno.EINVAL, device):
+                file.truncate(4096)
             assert file.size == end
 
 

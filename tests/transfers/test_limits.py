@@ -40,6 +40,17 @@ def test_more_files_than_descriptors_are_written_and_read(
 
 
 @pytest.mark.covers("fd_exhaustion")
+def test_a_file_with_two_names_is_written_whole_or_not_at_all_when_descriptors_are_short(
+    engine: str, directory: pathlib.Path
+) -> None:
+    program = f"{PROGRAMS}:two_names_and_few_descriptors"
+    arguments = {"directory": directory, "most": 6}
+    whole = child.call(program, engine=engine, **arguments).result
+    assert not whole[0]
+    assert whole[-1]
+
+
+@pytest.mark.covers("fd_exhaustion")
 def test_half_of_the_descriptors_is_left_to_others(
     engine: str, faultfs: FaultFS, directory: pathlib.Path
 ) -> None:

@@ -75,7 +75,7 @@ def write(
         "auto" and True bypass the page cache (O_DIRECT), "auto" only if the file system supports it. False writes
         through the page cache.
     priority : "normal" or "background"
-        Blocks of a background transfer are submitted only when no block of a normal transfer is waiting.
+        A background transfer gives way to others: while these wait, it gets one block of 17.
     checksums : Checksums, optional
         Receives the CRC-32s of the bytes written.
 

@@ -515,6 +515,6 @@ def remove_created(path: str, identity: object) -> None:
 
 
 def in_background(priority: Priority) -> bool:
-    """Return whether a priority is "background": such a transfer waits while blocks of normal transfers are waiting."""
+    """Return whether a priority is "background": such a transfer gives way to others."""
     one_of(priority, "priority", ("normal", "background"))
     return priority == "background"

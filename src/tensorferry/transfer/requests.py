@@ -79,8 +79,7 @@ def transfer(
 ) -> None:
     """Move one array, or several consecutive ones, and return when the transfer is complete.
 
-    ``truncate`` truncates the file after the last byte written. ``replaced`` truncates a regular file in the same way,
-    but leaves a device alone.
+    ``truncate`` truncates the file after the last byte written, and so does ``replaced``. Devices are never truncated.
 
     If the caller is interrupted, the blocks that have not started are cancelled. The array stays referenced until the
     blocks that have started are complete.
@@ -123,6 +122,8 @@ def set_size(scheduler: _core.Scheduler, file: _core.File, nbytes: int) -> None:
 
     Bytes of the earlier writes beyond the size are cut off; those of later writes are not.
     """
+    if not file.regular:
+        file.truncate(nbytes)  # raises the error of the system: a device has a fixed size
     transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)
 
 
@@ -204,21 +205,15 @@ def write_segments(
     A segment's position in the file is counted from ``offset``, and the gaps keep their bytes in the file.
     """
     scheduler.check_usable()
-    columns = segments.ranges(offset)
-    count = len(columns[0])
+    addresses, nbytes, offsets = segments.ranges(offset)
+    count = len(addresses)
     request = scheduler.new_request(True, False, sync, False, False)
     with _cancelled_on_error(request):
-        for begin in range(0, count, _CHUNK):
-            addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
-            positions = range(begin, begin + len(addresses))
-            # False: the file gets more transfers. None, for the last ones: it does not, and the request is sealed.
-            last = None if begin + _CHUNK >= count else [False] * len(addresses)
-            refused = scheduler.submit(
-                *(request, [file] * len(addresses), addresses, nbytes, offsets),
-                *(positions, segments, None, last),
-            )
-            for _, refusal in refused:
-                raise refusal
+        # One submission: a write of another caller to this file comes before all of the segments or after them.
+        for _, refusal in scheduler.submit(
+            *(request, [file] * count, addresses, nbytes, offsets, range(count), segments)
+        ):
+            raise refusal
         request.wait(None)
     if failure := request.exception():
         raise failure
@@ -237,8 +232,9 @@ def start_segments(
     with _cancelled_on_error(request):
         for at, (file, segments, offset) in enumerate(parts):
             for _, refusal in scheduler.submit(
-                *(request, [file], [0], [segments.nbytes], [offset], [at], future, None, [True]),
+                *(request, [file], [0], [segments.nbytes], [offset], [at], future),
                 segments=segments,
+                more=True,
             ):
                 raise refusal
         request.seal()
@@ -415,8 +411,8 @@ class _Batch(NamedTuple):
 
 _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
 
-# The maximum number of items in one submission (a chunk), unless all items of a file must be in it. The drive works on
-# the blocks of one submission while the files of the next are opened.
+# A submission gets no further files once it has this number of items. The drive works on the blocks of one submission
+# while the files of the next are opened.
 _CHUNK = 256
 
 
@@ -435,105 +431,87 @@ class _BatchTransfer:
         self._replaced = replaced
         self._direct = direct
         self._flags = flags  # write, truncate, sync, close_files, background
-        self._write, self._truncate, *_ = flags
-        # The items of one file are made consecutive: the file is opened, truncated and synced once, and adjacent
-        # ranges are merged into larger blocks.
-        self._files = files
-        self._order = _order_of(batch, files, self._write)
+        self._write = flags[0]
+        # The items of one file are made consecutive, also those that name it by another path. They are a unit, which is
+        # submitted at once or not at all: no write of another caller comes between them, the file is truncated behind
+        # the last of them, and adjacent ranges are merged into larger blocks.
+        self._order, self._ends = _order_of(batch, files, self._write)
         self._batch = batch if isinstance(self._order, range) else batch.select(self._order)
         # Errors of items that were refused before they could be submitted, by position in the batch.
         self._refused: dict[int, StorageError] = {}
-        # If the end of a submission separates the items of a file: that file's path, and its open file or error. The
-        # next submission reuses it.
-        self._continued_file: tuple[Path, _core.File | StorageError] | None = None
 
     def run(self) -> list[tuple[int, StorageError]]:
         """Move all items; return the position and error of each one that failed, in the caller's order."""
         self._scheduler.check_usable()
         request = self._scheduler.new_request(*self._flags)
         with _cancelled_on_error(request):
-            begin = 0
-            while begin < len(self._batch.paths):
-                end = self._end_of_chunk(begin)
-                self._submit(request, begin, end)
-                begin = end
+            first = 0
+            while first < len(self._ends):
+                begin, last = self._begin_of(first), first + 1
+                while last < len(self._ends) and self._ends[last] <= begin + _CHUNK:
+                    last += 1
+                self._submit(request, first, last)
+                first = last
             request.seal()
             request.wait(None)
         failures = self._refused | dict(request.failures())
         order = self._order
         return sorted(((order[at], why) for at, why in failures.items()), key=lambda one: one[0])
 
-    def _end_of_chunk(self, begin: int) -> int:
-        paths = self._batch.paths
-        end = min(begin + _CHUNK, len(paths))
-        # A file that is truncated must have all its items in one submission, or a write of another caller could come
-        # between them. This includes items that name the same file by another path: otherwise the truncation could
-        # remove their bytes, or they could be written after it.
-        if self._truncate or self._replaced:
-            while end < len(paths) and self._identity_at(end) == self._identity_at(end - 1):
-                end += 1
-        return end
+    def _begin_of(self, unit: int) -> int:
+        return self._ends[unit - 1] if unit else 0
 
-    def _identity_at(self, at: int) -> object:
-        path = self._batch.paths[at]
-        return self._files.get(path, path)
-
-    def _submit(self, request: _core.Request, begin: int, end: int) -> None:
-        """Submit the items from ``begin`` to ``end``, in halves if the process is short of descriptors."""
+    def _submit(self, request: _core.Request, first: int, last: int) -> None:
+        """Submit the units from ``first`` to ``last``, in halves if the process is short of descriptors."""
         try:
-            with_descriptors(self._scheduler, lambda: self._submit_at_once(request, begin, end))
+            with_descriptors(self._scheduler, lambda: self._submit_at_once(request, first, last))
         except OSError as error:
-            if error.errno not in _DESCRIPTOR_ERRORS or end - begin == 1:
+            if error.errno not in _DESCRIPTOR_ERRORS or last - first == 1:
                 raise
         else:
             return
         # The retry is outside of the `except` block: the exception's traceback keeps alive the frame that holds the
         # files opened so far, and they are closed only when the exception is gone.
-        middle = begin + (end - begin) // 2
-        self._submit(request, begin, middle)
-        self._submit(request, middle, end)
+        middle = first + (last - first) // 2
+        self._submit(request, first, middle)
+        self._submit(request, middle, last)
 
-    def _submit_at_once(self, request: _core.Request, begin: int, end: int) -> None:
-        """Submit a range of items. The error of a file that cannot be opened is kept in ``_refused``."""
-        paths = self._batch.paths
+    def _submit_at_once(self, request: _core.Request, first: int, last: int) -> None:
+        """Submit a range of units. The error of a file that cannot be opened is kept in ``_refused``."""
         opened: dict[Path, _core.File | StorageError] = {}
-        for path in paths[begin:end]:
-            if path not in opened:
-                opened[path] = self._open(path)
-        # If the end separates the items of one file, reserve the space of all its items now, before the first of them
-        # is written: to extend a file, the kernel waits for the writes to it that are in flight (ext4, XFS).
-        is_cut = end < len(paths) and paths[end] == paths[end - 1]
-        continued = paths[end] if is_cut else None
-        begins = continued is not None and (
-            self._continued_file is None or self._continued_file[0] != continued
+        positions: list[int] = []
+        files: list[_core.File] = []
+        incomplete: list[bool] = []
+        paths = self._batch.paths
+        begin, end = self._begin_of(first), self._ends[last - 1]
+        for unit in range(first, last):
+            failed = False
+            for at in range(self._begin_of(unit), self._ends[unit]):
+                path = paths[at]
+                if path not in opened:
+                    opened[path] = self._open(path)
+                file = opened[path]
+                if isinstance(file, _core.File):
+                    positions.append(at)
+                    files.append(file)
+                else:
+                    self._refused[at] = copy.copy(file)
+                    failed = True
+            incomplete += [failed] * (len(files) - len(incomplete))
+        if not positions:
+            return
+        is_whole = len(positions) == end - begin
+        part = self._batch.part(begin, end) if is_whole else self._batch.select(positions)
+        refused = self._scheduler.submit(
+            *(request, files, part.addresses, part.nbytes, part.offsets, positions),
+            *(part.owners, part.locations),
+            incomplete=incomplete,
+            more=True,
         )
-        if continued is not None and begins and self._write:
-            opened[continued] = self._reserve(continued, opened[continued], begin)
-        positions, files = [], []
-        for at in range(begin, end):
-            file = opened[paths[at]]
-            if isinstance(file, _core.File):
-                positions.append(at)
-                files.append(file)
-            else:
-                self._refused[at] = copy.copy(file)
-        refused: Iterable[tuple[int, StorageError]] = ()
-        if positions:
-            is_whole = len(positions) == end - begin
-            part = self._batch.part(begin, end) if is_whole else self._batch.select(positions)
-            refused = self._scheduler.submit(
-                *(request, files, part.addresses, part.nbytes, part.offsets, positions),
-                *(part.owners, part.locations),
-                # False: the file gets more items in the next submission.
-                [path != continued for path in part.paths],
-            )
-        self._continued_file = None if continued is None else (continued, opened[continued])
         self._refused.update(refused)
 
     def _open(self, path: Path) -> _core.File | StorageError:
         """Return the open file of a path, or the error that opening it raised."""
-        if self._continued_file is not None and self._continued_file[0] == path:
-            return self._continued_file[1]
         try:
             return open_for_transfer(
                 path, self._write, self._direct, replaced=path in self._replaced
@@ -543,35 +521,25 @@ class _BatchTransfer:
                 raise
             return error.with_traceback(None)
 
-    def _reserve(
-        self, path: Path, file: _core.File | StorageError, begin: int
-    ) -> _core.File | StorageError:
-        """Reserve space for all items of a path; return the file, or the error that reserving raised."""
-        if isinstance(file, StorageError):
-            return file
-        batch = self._batch
-        pieces = [at for at in range(begin, len(batch.paths)) if batch.paths[at] == path]
-        try:
-            file.reserve([batch.offsets[at] for at in pieces], [batch.nbytes[at] for at in pieces])
-        except StorageError as error:
-            return error.with_traceback(None)
-        return file
 
+def _order_of(
+    batch: _Batch, files: dict[Path, object], write: bool
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return an order of items in which those of one file are consecutive, and the ends of the files in it.
 
-def _order_of(batch: _Batch, files: dict[Path, object], write: bool) -> Sequence[int]:
-    """Return an order of items in which those of one file are consecutive and sorted by offset.
-
-    If writes to a file overlap, its items keep the caller's order, because the bytes of the later item must remain.
+    The items of a file are sorted by offset. If writes to a file overlap, its items keep the caller's order, because
+    the bytes of the later item must remain.
     """
     positions: dict[object, list[int]] = {}
     for index, path in enumerate(batch.paths):
         positions.setdefault(files.get(path, path), []).append(index)
     count = len(batch.paths)
     if len(positions) == count:
-        return range(count)
+        return range(count), range(1, count + 1)
+    ends = list(itertools.accumulate(map(len, positions.values())))
     if len(positions) == 1:
-        return _by_offset(range(count), batch, write)
-    return [at for of_file in positions.values() for at in _by_offset(of_file, batch, write)]
+        return _by_offset(range(count), batch, write), ends
+    return [at for of_file in positions.values() for at in _by_offset(of_file, batch, write)], ends
 
 
 def _by_offset(positions: Sequence[int], batch: _Batch, write: bool) -> Sequence[int]:
