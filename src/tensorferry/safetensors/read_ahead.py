@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tensorferry import _core
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
+from tensorferry.safetensors.frameworks import itemsize_of
 from tensorferry.safetensors.loading import SourceFile, aligned
 from tensorferry.safetensors.parts import (
-    LARGE_NBYTES,
     PAGE_NBYTES,
     Files,
     Part,
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # One loader reads ahead this many times its budget, which is the number of bytes requested in order so far, up to the
 # pipeline's read-ahead: a short run of requests must not cause a long read.
 _AHEAD = 16
+# Neighbours up to this size together are read into one range of memory, because to read each into its own takes longer.
+# A caller that keeps one of them keeps up to this much memory.
+_RANGE_NBYTES = 64 << 10
 
 
 class FileTensors(Owned, Files):
@@ -174,7 +177,7 @@ class FileTensors(Owned, Files):
             lambda each: each.nbytes <= limit_nbytes and each.end <= end,
             itertools.islice(self._in_order, at + 1, None),
         )
-        most_nbytes = min(limit_nbytes, LARGE_NBYTES) if self.framework.on_host else 0
+        most_nbytes = min(limit_nbytes, _RANGE_NBYTES) if self.framework.on_host else 0
         ranges = [[first]]
         for each in later:
             if each.end - ranges[-1][0].begin <= most_nbytes:
@@ -189,31 +192,28 @@ class FileTensors(Owned, Files):
 
 
 class _TensorRange(Part):
-    """Tensors that follow one another in a file, and are read together. Each of them then owns its pages."""
+    """Tensors that follow one another in a file, and are read together."""
 
     def __init__(self, stored: Stored, tensors: list[Tensor], framework: Framework) -> None:
         nbytes = tensors[-1].end - tensors[0].begin
-        super().__init__(tensors[0].begin, (nbytes,), 1, framework)
+        itemsize = itemsize_of(tensors[0].dtype) if len(tensors) == 1 else 1
+        super().__init__(tensors[0].begin, (nbytes // itemsize,), itemsize, framework)
         self.stored, self._tensors = stored, tensors
         self.names = [each.name for each in tensors]
-
-    @property
-    def _read_begin(self) -> int:
-        return self.begin // PAGE_NBYTES * PAGE_NBYTES if self.framework.on_host else self.begin
+        # In memory the tensors are at the same places of pages as in the file, which may have aligned them.
+        self._into_page = self.begin % PAGE_NBYTES
 
     def allocate(self) -> tuple[int, Any]:
-        if not self.framework.on_host:
+        if len(self._tensors) == 1:
             return super().allocate()
-        begin = self._read_begin
-        nbytes = self.begin - begin + self.nbytes
-        self.memory = _core.map_pieces([None], [0], [nbytes])
-        return begin, self.framework.wrap(self.memory.bytes(0, nbytes))
+        self.memory = memory = _core.map_pieces([None], [0], [self._into_page + self.nbytes])
+        return self.begin, self.framework.wrap(memory.bytes(self._into_page, self.nbytes))
 
     def split(self, memory: Any) -> dict[str, Any]:
-        """Return the bytes of each tensor. It can be done once, because the last reference to bytes frees them."""
-        framework, begin = self.framework, self._read_begin
-        if not framework.on_host:
+        """Return the bytes of each tensor. It can be done once: the pages of several are released with their bytes."""
+        if len(self._tensors) == 1:
             return {self.names[0]: memory}
+        framework, begin = self.framework, self.begin - self._into_page
         return {
             each.name: aligned(
                 framework.wrap(memory.bytes(each.begin - begin, each.nbytes, True)), each, framework
