@@ -7,6 +7,7 @@ chooses them.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -92,7 +93,6 @@ def test_mutated_files_are_accepted_where_the_reference_accepts_them_and_refused
     assert 0.1 * HEADERS < accepted < 0.9 * HEADERS  # both sides are tried
 
 
-@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 @pytest.mark.parametrize(
     "template",
     [
@@ -111,11 +111,12 @@ def test_mutated_files_are_accepted_where_the_reference_accepts_them_and_refused
         "{}%s",
     ],
 )
-@pytest.mark.parametrize("data", [b"", bytes(8)], ids=["empty", "8 bytes"])
-def test_any_value_anywhere_is_judged_as_by_the_reference(
-    template: str, value: str, data: bytes
-) -> None:
-    same_as_the_reference(file_of(template % value, data))
+def test_any_value_anywhere_is_judged_as_by_the_reference(template: str) -> None:
+    for value, data in itertools.product(VALUES, (b"", bytes(8))):
+        try:
+            same_as_the_reference(file_of(template % value, data))
+        except BaseException as error:
+            raise AssertionError(f"value {value[:100]}, {len(data)} bytes of data") from error
 
 
 @pytest.mark.parametrize(
