@@ -34,13 +34,13 @@ def train(directory: Path, mirror: str | None, steps: int, pause: float) -> dict
     training = Training()
     more: dict[str, Any] = {"mirror": mirror, "mirror_keep_last": 2} if mirror else {}
     with Checkpoints(directory, keep_last=2, **more) as checkpoints:
-        done = checkpoints.restore({"training": training}) or 0
+        done = checkpoints.restore(training.state) or 0
         print(f"{directory.name}: from step {done}", flush=True)
         for step in range(done + 1, steps + 1):
             training.step(step)
             time.sleep(pause)  # simulates the longer steps of a large model
             if step % SAVE_EVERY == 0:
-                checkpoints.save(step, {"training": training})
+                checkpoints.save(step, training.state)
     return {"random": torch.get_rng_state(), **training.model.state_dict()}
 
 

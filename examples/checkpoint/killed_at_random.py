@@ -4,7 +4,7 @@
 
 A small model is trained twice. The first training runs without interruption. The second one is killed (``kill -9``)
 repeatedly, at any point: in a step, in a save, or while it removes an old checkpoint. Each time, it is restarted and
-resumes from the newest checkpoint that ``Checkpoints`` finds. ``Training.state_dict`` has everything that an identical
+resumes from the newest checkpoint that ``Checkpoints`` finds. ``Training.state`` has everything that an identical
 continuation needs: the weights, the optimizer's state, the schedule and the state of the random number generator. The
 training data depend only on the step.
 """
@@ -24,15 +24,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tensorferry.checkpoint import Checkpoints
+from tensorferry.checkpoint import Checkpoints, RandomState
 
 BATCH, WIDTH = 16, 256
 
 
 class Training:
-    """The complete state of a training, which ``Checkpoints`` saves and restores."""
+    """A training, with the parts that ``Checkpoints`` saves and restores."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -41,6 +40,12 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 50, gamma=0.5)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "random": RandomState(),
+        }
 
     def step(self, number: int) -> float:
         data = torch.Generator().manual_seed(number)
@@ -52,25 +57,6 @@ class Training:
         self.schedule.step()
         return loss.item()
 
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "schedule": self.schedule.state_dict(),
-            "random": torch.get_rng_state(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self.schedule.load_state_dict(state["schedule"])
-        torch.set_rng_state(state["random"])
-
 
 def train(directory: Path, steps: int, save_every: int) -> None:
     """Train up to a number of steps, starting from the newest checkpoint."""
@@ -80,13 +66,13 @@ def train(directory: Path, steps: int, save_every: int) -> None:
         Checkpoints(directory, keep_last=3, keep_every=100) as checkpoints,
         directory.with_suffix(".losses").open("a") as losses,
     ):
-        done = checkpoints.restore({"training": training}) or 0
+        done = checkpoints.restore(training.state) or 0
         for step in range(done + 1, steps + 1):
             loss = training.step(step)
             losses.write(json.dumps([step, loss]) + "\n")
             losses.flush()
             if step % save_every == 0:
-                checkpoints.save(step, {"training": training})
+                checkpoints.save(step, training.state)
 
 
 def start(directory: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -122,7 +108,7 @@ def losses_in(directory: Path) -> dict[int, set[float]]:
 
 def final_state(directory: Path) -> dict[str, Any]:
     training = Training()
-    Checkpoints(directory).restore({"training": training})
+    Checkpoints(directory).restore(training.state)
     return {"random": torch.get_rng_state(), **training.model.state_dict()}
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.reader import FileSystemReader as FileSystemReader
     from tensorferry.checkpoint.storage.writer import FileSystemWriter as FileSystemWriter
     from tensorferry.checkpoint.tools import verify as verify
+    from tensorferry.checkpoint.training import RandomState as RandomState
+    from tensorferry.checkpoint.training import Restored as Restored
 
 # Imported on first use: torch.distributed is slow to import, and save() does not need it.
 _MODULES = {
@@ -49,6 +51,8 @@ _MODULES = {
     "HuggingFaceStorageWriter": "storage.huggingface",
     "MirrorError": "errors",
     "QuantizedHuggingFaceStorageReader": "storage.quantized",
+    "RandomState": "training",
+    "Restored": "training",
     "Stager": "staging",
     "add_safe_metadata_globals": "storage.metadata",
     "install": "storage.default",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -33,10 +34,11 @@ from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Collection, Container, Iterable
 
 _UNFINISHED = ".tensorferry-unfinished"
 _REMOVED = ".tensorferry-removed."
+_METRICS = ".tensorferry-metrics.json"
 _ABANDONED = ".tensorferry-abandoned."
 
 
@@ -100,8 +102,50 @@ class Folder:
         """Remove the mark of an unfinished save from a step."""
         (self.path(step) / _UNFINISHED).unlink(missing_ok=True)
 
+    def note_metric(self, step: int, metric: float | None) -> None:
+        """Store the metric of a step before its checkpoint is complete."""
+        metrics = {each: self._metrics().get(each) for each in self.steps()} | {step: metric}
+        known = {str(each): value for each, value in metrics.items() if value is not None}
+        new = self.root / publication.new_name()
+        publication.write_temporary(new, json.dumps(known).encode(), sync=True)
+        publication.rename(new, self.root / _METRICS)
+
+    def _metrics(self) -> dict[int, float]:
+        try:
+            stored = json.loads((self.root / _METRICS).read_bytes())
+            return {int(step): float(value) for step, value in stored.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError("it has no metrics", str(self.root / _METRICS)) from error
+
+    def best(self, sign: int) -> list[int]:
+        """Return the steps with checkpoints and metrics, the best first; ``sign`` is 1 if low ones are better."""
+        metrics = {step: value for step, value in self._metrics().items() if value == value}
+        return sorted(
+            metrics.keys() & set(self.steps()), key=lambda step: (sign * metrics[step], -step)
+        )
+
+    def set_links(self, sign: int) -> None:
+        """Let the links to the last and to the best checkpoint lead to them."""
+        for name, steps in (("last", self.steps()[-1:]), ("best", self.best(sign)[:1])):
+            path = self.root / name
+            if steps and (path.is_symlink() or not path.exists()):  # not a file of somebody else
+                new = self.root / publication.new_name()
+                new.symlink_to(name_of(steps[0]))
+                publication.rename(new, path)
+
+    def _remove_links(self, steps: Collection[int | None]) -> None:
+        """Remove our links to checkpoints that are about to be set aside."""
+        for name in ("last", "best") if (self.root / _METRICS).exists() else ():
+            path = self.root / name
+            if path.is_symlink() and step_of(str(path.readlink())) in steps:
+                path.unlink()
+
     def abandon(self, steps: Iterable[int]) -> list[int]:
         """Set checkpoints aside, so that restore() ignores them; return the steps that stay because they are in use."""
+        steps = list(steps)
+        self._remove_links(steps)
         links = self._links()
         return [
             step

@@ -14,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
+import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.stateful import Stateful
 
 from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import absolute_path, integer
@@ -37,10 +38,11 @@ from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.metadata import file_checksums
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
+from tensorferry.checkpoint.training import Parts, Restored
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from obstore.store import ObjectStore
     from torch.distributed.checkpoint.metadata import Metadata
@@ -76,6 +78,11 @@ class Checkpoints:
         The number of steps, at least 1, whose checkpoints are kept; None keeps all. Each save removes older ones.
     keep_every : int, optional
         Checkpoints of steps that are multiples of this are kept permanently.
+    keep_best : int, optional
+        The number of checkpoints with the best ``metric`` that are kept beside those of ``keep_last``. The symbolic
+        links ``root/best`` and ``root/last`` then always lead to complete checkpoints. The mirror has no best ones.
+    best_is : str
+        Whether the "lowest" or the "highest" metric is the best.
     mirror : str or (store, str), optional
         A bucket to which a separate process copies the checkpoints: an address, ``"s3://bucket/run"``, or an obstore
         store and a prefix. It needs the extra ``tensorferry[remote]``.
@@ -83,6 +90,9 @@ class Checkpoints:
         As ``keep_last``, for the bucket; ``keep_every`` applies to the bucket, too.
     mirror_bytes_per_second : int, optional
         The maximum upload rate.
+    per_rank : collection of str
+        The keys of a state whose values each rank keeps, such as a dataloader's position. :class:`RandomState` and
+        ``torch.Generator`` are always kept for each rank.
     trust_pickle : bool
         As for :class:`FileSystemReader`.
     process_group : ProcessGroup, optional
@@ -102,15 +112,19 @@ class Checkpoints:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
         mirror: str | tuple[ObjectStore, str] | None = None,
         mirror_keep_last: int | None = None,
         mirror_bytes_per_second: int | None = None,
+        per_rank: Collection[str] = (),
         trust_pickle: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         limits = {
             "keep_last": keep_last,
             "keep_every": keep_every,
+            "keep_best": keep_best,
             "mirror_keep_last": mirror_keep_last,
             "mirror_bytes_per_second": mirror_bytes_per_second,
         }
@@ -124,9 +138,15 @@ class Checkpoints:
                 f"keep_every: {keep_every} has no effect without keep_last or mirror_keep_last, which limit the kept "
                 "checkpoints (remedy: pass one of them, or leave out keep_every)"
             )
+        if keep_best is not None and keep_last is None:
+            raise ValueError(f"keep_best: {keep_best} has no effect without keep_last")
+        if best_is not in ("lowest", "highest"):
+            raise ValueError(f"best_is: {best_is!r} is not one of 'lowest', 'highest'")
+        self._keep_best, self._sign = keep_best, 1 if best_is == "lowest" else -1
         self._folder = Folder(Path(absolute_path(root, "root")))
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
+        self._per_rank = frozenset(per_rank)
         self._given_group = process_group
         self._mirror: Mirror | None = None
         if mirror is not None:
@@ -143,6 +163,9 @@ class Checkpoints:
         # The steps of the checkpoints that the last restore() found to be damaged, on the drive and in the mirror.
         self._damaged: set[int] = set()
         self._damaged_in_mirror: set[int] = set()
+        self._is_signalled = False
+        self._signal_ranks: Ranks | None = None  # in a block of on_signal()
+        self._last_step: int | None = None  # the step of the last save that has begun
         self._restored: int | None = None  # the step that the last restore() loaded
         # Steps after the one that restore(step=...) loaded; the first rank renames their checkpoints at the next save.
         self._abandoned: list[int] = []
@@ -184,7 +207,13 @@ class Checkpoints:
         return max(self.steps(mirrored=mirrored), default=None)
 
     def save(
-        self, step: int, state: dict[str, Any], wait: bool = False, *, overwrite: bool = False
+        self,
+        step: int,
+        state: dict[str, Any],
+        wait: bool = False,
+        *,
+        overwrite: bool = False,
+        metric: float | None = None,
     ) -> None:
         """Save a state in the background: when this returns, the state has been copied and may change.
 
@@ -196,8 +225,8 @@ class Checkpoints:
         step : int
             The step, the same on all ranks.
         state : dict
-            As for ``dcp.save``; objects with ``state_dict`` and ``load_state_dict`` are saved by their
-            ``state_dict()``.
+            As for ``dcp.save``: models, optimizers, and other objects with ``state_dict`` and ``load_state_dict``;
+            tensors, plain values and dicts of them; :class:`RandomState` and ``torch.Generator``.
         wait : bool
             Return only when the state has been saved; no copy is made in this case.
         overwrite : bool
@@ -206,6 +235,9 @@ class Checkpoints:
             ``restore(step=...)`` the first save of a later step renames all checkpoints after the restored one to
             ``.tensorferry-abandoned.*``, as :meth:`restore` would prefer them. With ``keep_last`` the renamed
             checkpoints are removed when the new checkpoint is complete.
+        metric : float, optional
+            For ``keep_best``: the value by which checkpoints are compared; that of the first rank counts. A checkpoint
+            without a metric, or whose metric is NaN, is not among the best.
 
         Raises
         ------
@@ -221,6 +253,10 @@ class Checkpoints:
             )
         integer(step, "step", 0)
         _check_state(state)
+        if metric is not None:
+            if self._keep_best is None:
+                raise ValueError(f"metric: {metric!r} has no effect without keep_best")
+            metric = float(metric)
         with self._exclusive_call():
             self._wait_for_save()
             self._warn_of_mirror()
@@ -233,11 +269,13 @@ class Checkpoints:
             def prepare() -> int:
                 if ranks.is_first:
                     running.saver = self._folder.begin(step, replace=replace)
+                    if self._keep_best is not None:
+                        self._folder.note_metric(step, metric)
                     self._abandon(step)
                 return step
 
             def copy() -> None:
-                plain = _with_state_dicts(state)
+                plain = self._parts(state, ranks).stored()
                 if not self._trust_pickle:
                     safe_objects.warn_of_refusals(
                         dict(safe_objects.refusals_in(plain)), "restore()"
@@ -259,6 +297,7 @@ class Checkpoints:
                 raise
             running.work = lambda: self._write(running, copies.pop("state"), ranks, replace)
             self._running_saves.append(running)
+            self._last_step = step
             if wait:
                 running.run()
                 self._wait_for_save()
@@ -293,7 +332,19 @@ class Checkpoints:
                     raise
             self._warn_of_mirror()
 
-    def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
+    @overload
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: Literal[True] = True
+    ) -> int | None: ...
+
+    @overload
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: Literal[False]
+    ) -> Restored: ...
+
+    def restore(
+        self, state: dict[str, Any], *, step: int | None = None, strict: bool = True
+    ) -> int | Restored | None:
         """Load the newest intact checkpoint into a state, in place as ``dcp.load`` does.
 
         If a checkpoint is damaged, all ranks warn of the damage and load the checkpoint before it. With a mirror, the
@@ -305,11 +356,15 @@ class Checkpoints:
             As for :meth:`save`, with tensors of the saved sizes.
         step : int, optional
             Load the checkpoint of this step only.
+        strict : bool
+            Whether any difference between state and checkpoint is an error. Keys of the checkpoint that the state
+            leaves out are no difference.
 
         Returns
         -------
-        int or None
-            The loaded step; None if there is no checkpoint, in which case ``state`` is unchanged.
+        int or None, or Restored
+            The loaded step; None if there is no checkpoint, in which case ``state`` is unchanged. With
+            ``strict=False`` the step and the differences.
 
         Raises
         ------
@@ -320,8 +375,9 @@ class Checkpoints:
         MirrorError
             The contents of the mirror cannot be determined.
         BaseException
-            The error of a running save, or an error other than damage: a tensor that the checkpoint does not have, or
-            an object that ``trust_pickle=False`` refuses (:meth:`save` has warned of it).
+            The error of a running save, or an error other than damage: a ValueError that names all differences between
+            state and checkpoint, raised before anything has been loaded, or an object that ``trust_pickle=False``
+            refuses (:meth:`save` has warned of it).
         """
         if step is not None:
             integer(step, "step")
@@ -332,10 +388,9 @@ class Checkpoints:
             ranks = self._ranks()
             # Choose again after each failure: another process may have replaced checkpoints meanwhile.
             while (chosen := self._choose(ranks, step, failed)) is not None:
-                plain: dict[str, Any] = {}
-                ranks.call(lambda: plain.update(_with_state_dicts(state)))  # noqa: B023
+                parts = self._parts(state, ranks)
                 try:
-                    self._read(ranks, *chosen, state, plain)
+                    self._read(ranks, *chosen, parts, strict)
                 except BaseException as error:
                     if not _is_damage(error) or (step is not None and self._mirror is None):
                         raise
@@ -344,20 +399,70 @@ class Checkpoints:
                     warn(f"{what} is damaged and is skipped: {error}")
                 else:
                     restored = chosen[0]
-                    ranks.call(lambda: self._set_loaded(state, plain, restored, step))  # noqa: B023
+                    ranks.call(parts.set_loaded)
+                    newer = ranks.call(self.steps)[0] if step is not None else []
+                    self._abandoned = [each for each in newer if each > restored]
                     self._damaged = {each for each, is_local in failed if is_local}
                     self._damaged_in_mirror = {each for each, is_local in failed if not is_local}
                     self._restored = restored
                     if self._mirror is not None and step is not None:
                         self._mirror.go_back(step)
-                    return restored
+                    if strict:
+                        return restored
+                    found = map(tuple, (parts.missing, parts.unexpected, parts.changed))
+                    return Restored(restored, *found)
         if not failed:
-            return None
+            return None if strict else Restored(None)
         what = "; ".join(f"{self._describe(each)}: {error}" for each, error in failed.items())
         raise CheckpointError(
             f"all checkpoints are damaged, and the state to be restored is undefined now ({what})",
             str(self._folder.root),
         ) from next(iter(failed.values()))
+
+    @contextlib.contextmanager
+    def on_signal(self, *signals: int) -> Iterator[None]:
+        """Note signals in the block, such as ``signal.SIGTERM`` before a preemption, for :meth:`due`.
+
+        All ranks enter the block together, in their main threads. At its end the previous handlers are set again.
+        """
+        group = None
+        if (saving := self._ranks().group) is not None:
+            # Not the group of saves, which a save in the background uses.
+            members = dist.get_process_group_ranks(saving)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+        def note(_number: int, _frame: object) -> None:
+            self._is_signalled = True
+
+        previous = {}
+        try:
+            for number in signals:
+                previous[number] = signal.signal(number, note)
+            self._is_signalled, self._signal_ranks = False, Ranks(group)
+            yield
+        finally:
+            self._signal_ranks = None
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def due(self, step: int, state: dict[str, Any] | None = None) -> bool:
+        """Return whether a rank has received a signal of :meth:`on_signal`, so that the training should end now.
+
+        All ranks call this after each step, and get the same answer. If it is True and ``state`` is given, the state
+        has been saved, unless :meth:`save` has already begun to save this step.
+        """
+        integer(step, "step", 0)
+        if self._signal_ranks is None:
+            raise ValueError("due() was called outside of a block of on_signal()")
+        if not any(self._signal_ranks.call(lambda: self._is_signalled)):
+            return False
+        if self._last_step == step:
+            self.wait()
+        elif state is not None:
+            self.save(step, state, wait=True)
+        return True
 
     def close(self) -> None:
         """Wait as :meth:`wait` does, also for the mirror, and free the memory for copies. A later save allocates it.
@@ -402,7 +507,8 @@ class Checkpoints:
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "called during another call in the same thread, and would wait for it forever (likely cause: a signal "
-                "handler)"
+                "handler; remedy: `with checkpoints.on_signal(signal.SIGTERM):`, and in the training `if "
+                "checkpoints.due(step, state): break`, which saves between two steps)"
             )
         with self._lock:
             self._owner = threading.get_ident()
@@ -478,6 +584,8 @@ class Checkpoints:
                 self._mirror.send(step, folder.path(step), replace=replaces, damaged=damaged)
             with running.collecting_problems():
                 folder.end(step)
+                if self._keep_best is not None:
+                    folder.set_links(self._sign)
         if self._keep_last is None:
             return
         gone: list[Path] = []
@@ -486,9 +594,10 @@ class Checkpoints:
             if ranks.is_first:
                 with running.collecting_problems():
                     assert self._keep_last is not None
-                    gone.extend(
-                        folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
-                    )
+                    best = folder.best(self._sign)[: self._keep_best or 0]
+                    kept = {folder.path(each) for each in best}
+                    old = folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
+                    gone.extend(path for path in old if path not in kept)
             return bool(gone)
 
         # Nothing goes before the new checkpoint has been read back and compared with its checksums.
@@ -523,75 +632,57 @@ class Checkpoints:
             raise ValueError("step: ranks restore different steps")
         return answers[0][1]
 
-    def _set_loaded(
-        self, state: dict[str, Any], plain: dict[str, Any], restored: int, step: int | None
-    ) -> None:
-        """Set the loaded values in the state; objects in it load their values by ``load_state_dict()``."""
-        for key in plain:
-            if isinstance(state[key], Stateful):
-                state[key].load_state_dict(plain[key])
-            else:
-                state[key] = plain[key]
-        newer = self.steps() if step is not None else []
-        self._abandoned = [each for each in newer if each > restored]
-
     def _describe(self, chosen: tuple[int, bool]) -> str:
         return f"step {chosen[0]}{'' if chosen[1] else f' in {self._mirror}'}"
 
-    def _read(
-        self,
-        ranks: Ranks,
-        step: int,
-        is_local: bool,
-        state: dict[str, Any],
-        plain: dict[str, Any],
-    ) -> None:
-        """Load by torch's load(), and warn of stored parts of objects that no rank has requested.
+    def _parts(self, state: dict[str, Any], ranks: Ranks) -> Parts:
+        size = 1 if ranks.group is None else dist.get_world_size(ranks.group)
+        return Parts(state, self._per_rank, ranks.rank, size)
 
-        ranks.call() runs the load, so that all ranks raise the error of any one. torch's load() alone would leave the
+    def _read(self, ranks: Ranks, step: int, is_local: bool, parts: Parts, strict: bool) -> None:
+        """Compare the state with the checkpoint, and load by torch's load().
+
+        ranks.call() runs both, so that all ranks raise the error of any one. torch's load() alone would leave the
         other ranks waiting if an object of the state raises an error on one rank.
         """
-        reader = FileSystemReader(
-            self.path(step) if is_local else self._require_mirror().place(step),
-            trust_pickle=self._trust_pickle,
-            process_group=ranks.group,
-        )
+        place = self.path(step) if is_local else self._require_mirror().place(step)
+        reader = _Reader(place, trust_pickle=self._trust_pickle, process_group=ranks.group)
 
-        def read() -> set[tuple[str, ...]]:
-            # load() replaces the values in `plain`, so determine before it which entries they request.
-            requested = _parts_of_objects(state, flatten_state_dict(plain)[1].values())
-            with reader.holding_folder(), first_rank_error(_is_damage):
+        def read_objects(objects: dict[str, Any]) -> None:
+            alone = FileSystemReader(place, trust_pickle=self._trust_pickle, broadcast=False)
+            load(objects, storage_reader=alone, no_dist=True)
+
+        def compare() -> None:
+            held.enter_context(reader.holding_folder())
+            with first_rank_error(_is_damage):
+                parts.compare(reader.read_metadata(), read_objects)
+            if strict:
+                parts.check()
+
+        def read() -> None:
+            with first_rank_error(_is_damage):
                 load(
-                    plain,
+                    parts.loaded,
                     storage_reader=reader,
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
-            return requested
 
         # Hold the folder from before the metadata is read: the first rank may remove no checkpoint that others load.
-        requested = set().union(*ranks.call(read))
-        if not ranks.is_first:
-            return
-        paths = getattr(reader._metadata, "planner_data", None)
-        stored = _parts_of_objects(state, paths.values() if isinstance(paths, dict) else ())
-        if left := sorted(stored - requested):
-            names = ", ".join(".".join(part) for part in left)
-            warn(
-                f"the checkpoint of {self._describe((step, is_local))} has entries of {names}, and the state passed to "
-                "restore() has none, so they were not loaded. Most optimizers have no state before their first step; "
-                "remedy: get_state_dict() of torch.distributed.checkpoint.state_dict, which creates it"
-            )
+        with contextlib.ExitStack() as held:
+            ranks.call(compare)
+            ranks.call(read)
 
 
-def _parts_of_objects(
-    state: dict[str, Any], paths: Iterable[tuple[Any, ...]]
-) -> set[tuple[str, ...]]:
-    """Return the first two keys of those paths that lead into objects of a state: ("optimizer", "state"), for example.
+class _Reader(FileSystemReader):
+    """A reader that reads the metadata once."""
 
-    ``paths`` are those of single entries, as :func:`flatten_state_dict` and the metadata of a checkpoint have them.
-    """
-    return {tuple(map(str, path[:2])) for path in paths if isinstance(state.get(path[0]), Stateful)}
+    _kept: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._kept is None:
+            self._kept = super().read_metadata(*args, **kwargs)
+        return self._kept
 
 
 class _RunningSave(threading.Thread):
@@ -660,18 +751,10 @@ def _check_state(state: Any) -> None:
         raise TypeError(f"state: must be a dict with str keys (got {type(state).__name__})")
 
 
-def _with_state_dicts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with the state_dict() of its objects, called in the same order on all ranks."""
-    return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
-        for key, value in sorted(state.items())
-    }
-
-
 def _warn_of_failures(
     running_saves: list[_RunningSave], mirror: Mirror | None, process: int
 ) -> None:
-    """Warn of failures that no later call has raised."""
+    """Warn of failures that no later call has raised, and let the program end with a code that is not 0."""
     if os.getpid() != process:
         return
     for running in running_saves:
@@ -679,7 +762,31 @@ def _warn_of_failures(
             warn(
                 f"the save of step {running.step} failed, and no call has raised its error: {running.error!r}"
             )
+            if sys.stderr is not None and not isinstance(sys.stderr, _FailingStream):
+                sys.stderr = _FailingStream(sys.stderr)
     if mirror is not None:
         mirror.close()
         for problem in mirror.problems():
             warn(problem)
+
+
+class _FailingStream:
+    """Standard error that the end of the interpreter cannot flush.
+
+    Python ends with code 120 in this case, after all exit handlers have run (Py_FinalizeEx of its C API). There is no
+    other way to change the code of a program that ends, except os._exit(), which leaves out what has yet to run.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        sys._getframe(
+            1
+        )  # a ValueError only where the caller is not Python code, but the end of the interpreter

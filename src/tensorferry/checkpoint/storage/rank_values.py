@@ -39,14 +39,20 @@ def describe(state: Mapping[str, Any]) -> dict[str, Description]:
     found = {}
     for name, value in state.items():
         if type(value) in (torch.Tensor, torch.nn.Parameter):
-            content = str(value.dtype).encode()
-            if is_dense(value) and value.nbytes <= _MAX_NBYTES:
-                plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                content += ctypes.string_at(plain.data_ptr(), plain.nbytes)
+            content = _content(value)
             found[name] = Description(tuple(value.size()), zlib.crc32(content))
         elif (piece := _piece(value)) is not None:
             found[name] = Description(None, zlib.crc32(piece))
     return found
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    """Return the dtype of a tensor, and the bytes of one that is small."""
+    content = str(tensor.dtype).encode()
+    if is_dense(tensor) and tensor.nbytes <= _MAX_NBYTES:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        content += ctypes.string_at(plain.data_ptr(), plain.nbytes)
+    return content
 
 
 def checksum(described: Mapping[str, Description]) -> int:
@@ -57,6 +63,8 @@ def checksum(described: Mapping[str, Description]) -> int:
 def _piece(value: Any) -> bytes | None:
     """Return bytes that are equal for equal plain values in all processes; None for other values."""
     kind = type(value)
+    if kind is torch.Tensor:
+        return marshal.dumps([list(value.size()), _content(value)], 2)
     if kind in _SCALARS:
         return marshal.dumps(
             value, 2

@@ -1,0 +1,281 @@
+"""Trainings are saved and restored whole: the losses after a resume are those of the run without it, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tensorferry.checkpoint import Checkpoints, RandomState
+from tests.support.data import SEED
+from tests.support.ranks import call_on_ranks
+
+if TYPE_CHECKING:
+    import pathlib
+
+STEPS = 8
+OPTIMIZERS: list[Any] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"amsgrad": True, "lr": torch.tensor(0.01)}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+class Sampler:
+    """An object whose state has numbers as keys, empty dicts and a tensor."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {0: {}, "order": torch.randperm(20), "position": (0, None)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def next(self) -> int:
+        position = self.state["position"][0]
+        self.state["position"] = (position + 1, None)
+        self.state[position + 1] = {"epoch": {}}
+        return int(self.state["order"][position % 20])
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20, width, dtype=dtype)
+        self.body = torch.nn.Linear(width, width, dtype=dtype)
+        self.norm = torch.nn.BatchNorm1d(width, dtype=dtype)
+        self.late = torch.nn.Linear(width, width, dtype=dtype)
+        self.unused = torch.nn.Linear(width, width, dtype=dtype)
+        self.head = torch.nn.Linear(width, 20, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.norm(F.dropout(self.body(self.embed(tokens)), 0.1))
+        return self.head(self.late(x) if self.late.weight.requires_grad else x)
+
+
+class Training:
+    """A random training: its optimizer, its groups, what is frozen, and when `late` begins to learn."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.net = Net(draw.choice([3, 8]), draw.choice([torch.float32, torch.bfloat16]))
+        self.net.late.requires_grad_(False)
+        kind, options = draw.choice(OPTIMIZERS)
+        self.net.body.bias.requires_grad_(draw.random() < 0.5)
+        first = [*self.net.embed.parameters(), *self.net.body.parameters()]
+        groups = [
+            {"params": first},
+            {"params": [*self.net.unused.parameters()], "weight_decay": 0.1},
+        ]
+        groups.insert(draw.randrange(3), {"params": []})
+        self.optimizer = kind(groups, **copy.deepcopy(options))
+        self.late_from = draw.randrange(1, STEPS)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
+        self.sampler = Sampler()
+        self.state = {
+            "model": self.net,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "sampler": self.sampler,
+            "random": RandomState(),
+        }
+
+    def step(self, number: int) -> list[float]:
+        if number == self.late_from:
+            self.net.late.requires_grad_(True)
+            self.optimizer.add_param_group({"params": [*self.net.late.parameters()]})
+        tokens = torch.randint(20, (8,)) + self.sampler.next() - random.randrange(20)
+        loss = F.cross_entropy(self.net(tokens % 20).float(), torch.randint(20, (8,)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return [loss.item(), np.random.rand()]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_random_training_resumed_at_random_steps_has_equal_losses(
+    tmp_path: pathlib.Path, number: int
+) -> None:
+    seed = SEED + number
+    torch.set_num_threads(1)
+    np.random.seed(seed % 2**32)
+    expected_training = Training(seed)
+    expected = [expected_training.step(number) for number in range(1, STEPS + 1)]
+    np.random.seed(seed % 2**32)
+    stops = {*random.Random(seed).sample(range(1, STEPS), 3), STEPS}
+    losses: list[list[float]] = []
+    for stop in sorted(stops):
+        training = Training(seed)  # as a new process makes it
+        with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+            done = checkpoints.restore(training.state) or 0
+            assert done == len(losses)
+            if done == 0:
+                np.random.seed(seed % 2**32)
+            for number in range(done + 1, stop + 1):
+                losses.append(training.step(number))
+            checkpoints.save(stop, training.state)
+    assert losses == expected
+    for one, other in zip(
+        training.net.parameters(), expected_training.net.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert len(training.optimizer.state) == len(expected_training.optimizer.state)
+
+
+def test_all_differences_are_named_at_once_and_nothing_is_loaded(tmp_path: pathlib.Path) -> None:
+    def state(**sizes: int) -> dict[str, Any]:
+        layers = {name: torch.nn.Linear(size, 2, bias=False) for name, size in sizes.items()}
+        model = torch.nn.ModuleDict(layers)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+    saved, other = state(same=1, gone=2, grown=3, short=1), state(same=1, grown=4, new=2, short=1)
+    other["model"]["short"].half()
+    before = other["model"]["same"].weight.clone()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(other, strict=False) == (None, (), (), ())
+        checkpoints.save(1, saved, wait=True)
+        with pytest.raises(ValueError, match=r"nothing has been loaded") as failure:
+            checkpoints.restore(other)
+        assert torch.equal(other["model"]["same"].weight, before)
+        with pytest.warns(RuntimeWarning, match="dtypes that may not hold"):
+            found = checkpoints.restore(other, strict=False)
+    assert found.step == 1
+    assert found.missing == ("model.new.weight", "optimizer.new.weight")
+    assert found.unexpected == ("model.gone.weight", "optimizer.gone.weight")
+    assert [each.partition(" ")[0] for each in found.changed] == [
+        "model.grown.weight",
+        "model.short.weight",
+    ]
+    for name in (*found.missing, *found.unexpected, *found.changed):
+        assert name in str(failure.value)
+    assert torch.equal(other["model"]["same"].weight, saved["model"]["same"].weight)
+
+
+def resume_on(rank: int, root: str, saves: bool) -> Any:
+    """Save or restore a training of sharded parameters and values of each rank; return what follows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    def shard(_name: str, module: torch.nn.Module, mesh: Any) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            shared = distribute_tensor(param.detach(), mesh, [Shard(0)])
+            module.register_parameter(name, torch.nn.Parameter(shared))
+
+    size = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    distribute_module(model, init_device_mesh("cpu", (size,)), shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(rank)
+    position = {0: rank, "empty": {}}
+    state = {"m": model, "o": optimizer, "r": RandomState(), "position": position}
+
+    def step() -> None:
+        for param in model[0].parameters():  # those of model[1] have no state yet
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    found: Any = None
+    with Checkpoints(root, per_rank=["position"]) as checkpoints:
+        if saves:
+            step()
+            checkpoints.save(1, state, wait=True)
+        else:
+            state["position"] = None
+            if size == 1:
+                with pytest.raises(ValueError, match=r"position\.rank_1.*r\.rank_1"):
+                    checkpoints.restore(state)
+            found = checkpoints.restore(state, strict=False)[1:]
+    step()
+    weights = [param.full_tensor().tolist() for param in model.parameters()]
+    return weights, torch.rand(1).item(), state["position"], found
+
+
+def test_ranks_resume_with_their_own_values_and_say_what_other_ranks_had(
+    tmp_path: pathlib.Path,
+) -> None:
+    expected = call_on_ranks(2, resume_on, str(tmp_path), True)
+    assert [each[2] for each in expected] == [{0: 0, "empty": {}}, {0: 1, "empty": {}}]
+    found = call_on_ranks(2, resume_on, str(tmp_path), False)
+    assert [each[:3] for each in found] == [each[:3] for each in expected]
+    assert [each[3] for each in found] == [((), (), ())] * 2
+    [alone] = call_on_ranks(1, resume_on, str(tmp_path), False)
+    assert alone[0] == expected[0][0]
+    assert alone[3] == ((), ("position.rank_1", "r.rank_1"), ())
+
+
+def test_the_best_and_the_last_stay_and_their_links_lead_to_them(tmp_path: pathlib.Path) -> None:
+    draw = random.Random(SEED)
+    for best_is, pick in (("lowest", min), ("highest", max)):
+        root, metrics = tmp_path / best_is, {}
+        for step in range(1, 9):
+            if (
+                step == 5
+            ):  # another process goes back to step 4, and abandons none that is not there
+                metrics = {each: value for each, value in metrics.items() if each <= 3}
+            metrics[step] = draw.choice([draw.random(), float("nan")]) if step > 1 else 0.5
+            options: Any = {"keep_last": 2, "keep_best": 1, "best_is": best_is}
+            with Checkpoints(root, **options) as checkpoints:
+                if step == 5:
+                    checkpoints.restore({}, step=3)
+                checkpoints.save(step, {"a": torch.ones(1)}, wait=True, metric=metrics[step])
+            sound = {each: value for each, value in metrics.items() if value == value}
+            best = pick(sound, key=lambda each: (sound[each], 0))
+            assert (root / "best").resolve() == checkpoints.path(best)
+            assert (root / "last").resolve() == checkpoints.path(step)
+            last = sorted(metrics)[-2:]
+            assert checkpoints.steps() == sorted({best, *last})
+            metrics = {each: value for each, value in metrics.items() if each in {best, *last}}
+
+
+def preempted(rank: int, root: str) -> tuple[bool, list[int], Any]:
+    """Train until one rank receives a signal."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    state = {"a": torch.zeros(2)}
+    with Checkpoints(root) as checkpoints, checkpoints.on_signal(signal.SIGUSR1):
+        for step in range(1, 100):
+            checkpoints.save(step, state) if step == 2 else None
+            if rank == 0 and step == 3:
+                signal.raise_signal(signal.SIGUSR1)
+            if checkpoints.due(step, state):
+                break
+    assert signal.getsignal(signal.SIGUSR1) == handler
+    return step == 3, checkpoints.steps(), checkpoints.restore(state)
+
+
+def test_all_ranks_save_once_and_end_when_one_is_told(tmp_path: pathlib.Path) -> None:
+    assert call_on_ranks(2, preempted, str(tmp_path)) == [(True, [2, 3], 3)] * 2
+
+
+def test_a_program_whose_last_save_failed_ends_with_a_code(tmp_path: pathlib.Path) -> None:
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(print, 'handled')\n"
+        "import torch\n"
+        "from tensorferry.checkpoint import Checkpoints, FileSystemWriter\n"
+        "def fail(*_): raise OSError(5, 'the drive is gone')\n"
+        "FileSystemWriter.write_data = fail\n"
+        "c = Checkpoints(sys.argv[1]); c.save(1, {'a': torch.ones(1)}); print('done')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (120, "done\nhandled\n"), done.stderr
+    assert "the save of step 1 failed" in done.stderr
