@@ -7,7 +7,6 @@
 #include "bindings/future.h"
 #include "device/driver.h"
 #include "engine/engine.h"
-#include "transfer/reservation.h"
 
 namespace tensorferry {
 namespace {

@@ -697,12 +697,6 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   return std::nullopt;
 }
 
-std::optional<Fault> File::punch(uint64_t offset, uint64_t nbytes) {
-  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
-  if (fallocate_retrying(descriptor(), mode, offset, nbytes) == 0) return std::nullopt;
-  return fault("give space back", errno);
-}
-
 std::optional<Fault> File::truncate(uint64_t size) {
   const int result = uninterrupted([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); });
   if (result != 0) return fault("truncate", errno);

@@ -169,9 +169,6 @@ class File : public std::enable_shared_from_this<File> {
   // The free space of the file system, as text for messages.
   std::string room() const;
 
-  // Return the blocks of a range to the file system. The size stays, and the range reads as zeros.
-  std::optional<Fault> punch(uint64_t offset, uint64_t nbytes);
-
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // like truncate(), but leaves a file alone that has this size already
 

@@ -235,6 +235,20 @@ def test_a_save_in_the_background_goes_where_its_call_said(
     assert {path.parent for path in tmp_path.rglob(".metadata")} == wanted.keys()
 
 
+@takes_stagers
+def test_the_folder_of_a_failed_save_is_not_that_of_a_later_one(tmp_path: pathlib.Path) -> None:
+    writer, state = FileSystemWriter(tmp_path / "zero"), {"a": torch.ones(3)}
+    options: dict[str, Any] = {"storage_writer": writer, "no_dist": True}
+    planner = FailingSave("create_local_plan")
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.save(state, checkpoint_id=tmp_path / "one", planner=planner, **options)
+    done(dcp.async_save(state, checkpoint_id=tmp_path / "two", async_stager=Stager(), **options))
+    dcp.save({"a": torch.zeros(3)}, **options)
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "two"), no_dist=True)
+    assert state["a"].tolist() == [0.0] * 3
+    assert not (tmp_path / "one").exists()
+
+
 def save_with_failures_of_one_rank(rank: int, root: str, seed: str) -> list[str]:
     """Save again and again with writers that are kept; one rank or none fails, in a call of the planner."""
     choices, model, kept = random.Random(seed), {}, []

@@ -103,7 +103,6 @@ TEST_CASE("a closed file refuses every call, and closing it again has no effect"
   CHECK(file->size().fault().error_number == EBADF);
   CHECK(file->buffered_descriptor().fault().error_number == EBADF);
   CHECK(file->preallocate(0, 4096)->error_number == EBADF);
-  CHECK(file->punch(0, 4096)->error_number == EBADF);
   CHECK(file->truncate(0)->error_number == EBADF);
   CHECK(file->sync()->error_number == EBADF);
   CHECK_FALSE(file->directory());

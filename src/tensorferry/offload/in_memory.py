@@ -6,7 +6,6 @@ same buckets as state on drives (``plan.py``), so that another run may have anot
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils import _pytree
 
 from tensorferry.offload.holder import Counters, reserve
 from tensorferry.offload.plan import MASTER, by_param, check_storable, local_of
+from tensorferry.offload.saved import finish_writes
 from tensorferry.offload.states import (
     like_param,
     owned,
@@ -24,7 +24,7 @@ from tensorferry.offload.states import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tensorferry.offload.loans import Lender
     from tensorferry.offload.plan import Bucket
@@ -170,7 +170,9 @@ class StateInMemory:
         StorageError
             A write failed.
         """
-        writing: deque[Future[Any]] = deque()
+        finish_writes(self._write_buckets())
+
+    def _write_buckets(self) -> Iterator[Future[Any]]:
         for bucket in self.buckets:
             states = {unit: self._whole(unit.param) for unit in bucket.units}
             memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
@@ -180,12 +182,9 @@ class StateInMemory:
             for unit, state in states.items():
                 put_master(unit, state or None, memory)
             if bucket.nbytes and any(states.values()):
-                writing.append(self._store.write(bucket.name, memory))
+                write = self._store.write(bucket.name, memory)
                 self.counters.written_nbytes += bucket.nbytes
-            if len(writing) > 1:
-                writing.popleft().result()
-        for each in writing:
-            each.result()
+                yield write
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return a bucket's bytes from the store, after :meth:`flush`."""

@@ -47,7 +47,14 @@ from tensorferry.offload.plan import (
     local_of,
     params_in,
 )
-from tensorferry.offload.saved import Saved, open_commits, pack, packed_params, to_record
+from tensorferry.offload.saved import (
+    Saved,
+    finish_writes,
+    open_commits,
+    pack,
+    packed_params,
+    to_record,
+)
 from tensorferry.offload.state_view import StateView
 from tensorferry.offload.states import cast_like_torch, mapped_states, twin_of
 from tensorferry.offload.sweep import Sweep
@@ -574,14 +581,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     def _store_params(self) -> None:
         """Write parameters into the store."""
-        tickets = []
-        for name, members in packed_params(list(self._shapes)):
-            # At most two writes are in flight: small parameters are written as packed copies, which need memory.
-            tickets.append(self._store.write(name, pack(members)))
-            if len(tickets) > 1:
-                tickets.pop(0).result()
-        for ticket in tickets:
-            ticket.result()
+        finish_writes(
+            self._store.write(name, pack(members))
+            for name, members in packed_params(list(self._shapes))
+        )
 
     def _commit_step(self) -> None:
         """Commit the state and the current parameters, which hooks may have changed after the step."""

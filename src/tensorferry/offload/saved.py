@@ -18,6 +18,7 @@ import errno
 import io
 import json
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,9 @@ from tensorferry.store.manifest import names_in as manifests_in
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tensorferry.transfer.futures import Future
 
 _FORMAT = 3
 # Tensors up to this size are compared by value to find units with equal small values.
@@ -450,6 +453,26 @@ def packed_params(
         packs[-1].append(param)
         room -= nbytes
     return [(f"params-{number:06d}", members) for number, members in enumerate(packs)]
+
+
+def finish_writes(begun: Iterable[Future[Any]]) -> None:
+    """Wait for the writes that an iterable begins, with at most two in flight, because each has memory of its own.
+
+    The first error is raised. The outcomes of the others are asked for as well: the store raises errors of which nobody
+    knows in its next commit, which would then fail although all has been written again.
+    """
+    writing: deque[Future[Any]] = deque()
+    try:
+        for each in begun:
+            writing.append(each)
+            if len(writing) > 1:
+                writing.popleft().result()
+        while writing:
+            writing.popleft().result()
+    except StorageError:
+        for each in writing:
+            each.exception()
+        raise
 
 
 def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -73,6 +73,7 @@ class Call:
 class _Thread(threading.local):
     # The path that reset() got last, with its writer and the working directory of that moment.
     given: tuple[FolderWriter, str, str | None] | None = None
+    begun: object = None  # the path of the call that has begun last
     call: Call | None = None
 
 
@@ -136,7 +137,11 @@ class FolderWriter:
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the description of a save; torch's save() calls this first, before the planner can fail."""
+        # The path may be that of an earlier call, which failed before it wrote.
+        if _thread.given is _thread.begun:
+            _thread.given = None
         self._resolve_path()
+        _thread.begun = _thread.given
         meta: StorageMeta | None = super().storage_meta()  # type: ignore[misc]
         if meta is not None and meta.checkpoint_id is not None:
             # Store a string: unpickling an unknown path class would fail where its module is missing.
@@ -164,7 +169,7 @@ class FolderWriter:
         if _thread.call is not None:
             _thread.call.end()
         self._resolve_path()
-        given, _thread.given = _thread.given, None
+        given, _thread.given, _thread.begun = _thread.given, None, None
         claim = take_claim()
         if given is not None and given[0] is self:
             folder = self._folder_in(Path(given[1]))
