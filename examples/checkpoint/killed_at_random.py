@@ -1,12 +1,13 @@
-"""Kill a training at random moments and resume it each time. The result is identical, bit for bit.
+"""Kill or preempt a training at random moments and resume it each time. The result is identical, bit for bit.
 
     python examples/checkpoint/killed_at_random.py
 
 A small model is trained twice. The first training runs without interruption. The second one is killed (``kill -9``)
-repeatedly, at any point: in a step, in a save, or while it removes an old checkpoint. Each time, it is restarted and
-resumes from the newest checkpoint that ``Checkpoints`` finds. ``Training.state`` has everything that an identical
-continuation needs: the weights, the optimizer's state, the schedule and the state of the random number generator. The
-training data depend only on the step.
+repeatedly, at any point: in a step, in a save, or while it removes an old checkpoint. Every other time it is not killed
+but preempted: it gets SIGTERM, as from a scheduler that needs the machine, saves once more and ends. Each time, it is
+restarted and resumes from the newest checkpoint that ``Checkpoints`` finds. ``Training.state`` has everything that an
+identical continuation needs: the weights, the optimizer's state, the schedule and the state of the random number
+generator. The training data depend only on the step. The checkpoint with the lowest loss is kept, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,7 +65,8 @@ def train(directory: Path, steps: int, save_every: int) -> None:
     torch.set_num_threads(1)
     training = Training()
     with (
-        Checkpoints(directory, keep_last=3, keep_every=100) as checkpoints,
+        Checkpoints(directory, keep_last=3, keep_every=100, keep_best=1) as checkpoints,
+        checkpoints.on_signal(signal.SIGTERM),
         directory.with_suffix(".losses").open("a") as losses,
     ):
         done = checkpoints.restore(training.state) or 0
@@ -72,7 +75,9 @@ def train(directory: Path, steps: int, save_every: int) -> None:
             losses.write(json.dumps([step, loss]) + "\n")
             losses.flush()
             if step % save_every == 0:
-                checkpoints.save(step, training.state)
+                checkpoints.save(step, training.state, metric=loss)
+            if checkpoints.due(step, training.state):  # this step has been saved
+                break
 
 
 def start(directory: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -81,19 +86,23 @@ def start(directory: Path, options: argparse.Namespace) -> subprocess.Popen[byte
     return subprocess.Popen([sys.executable, __file__, *arguments])
 
 
-def kill_once(directory: Path, options: argparse.Namespace, moments: random.Random) -> bool:
-    """Start a training, and kill it some time after its next checkpoint. Return False if it had already finished."""
+def kill_once(
+    directory: Path, options: argparse.Namespace, number: int, moments: random.Random
+) -> bool:
+    """Start a training, and end it some time after its next checkpoint. Return False if it had already finished."""
     checkpoints = Checkpoints(directory)
     before = checkpoints.latest() or 0
     process = start(directory, options)
     while process.poll() is None and (checkpoints.latest() or 0) <= before:
         time.sleep(0.001)
     time.sleep(moments.uniform(0, 0.1))
-    process.kill()
-    if process.wait() == 0:
+    process.send_signal(signal.SIGTERM if number % 2 else signal.SIGKILL)
+    process.wait()
+    if checkpoints.latest() == options.steps:
         return False
     left = sorted(path.name for path in directory.iterdir())
-    print(f"killed; checkpoints of steps {checkpoints.steps()}, files in the folder: {left}")
+    how = "preempted" if number % 2 else "killed"
+    print(f"{how}; checkpoints of steps {checkpoints.steps()}, files in the folder: {left}")
     return True
 
 
@@ -118,13 +127,15 @@ def compare(base: Path, options: argparse.Namespace) -> int:
     if start(reference, options).wait() != 0:
         raise SystemExit("the training failed")
     moments = random.Random(options.seed)
-    kills = sum(kill_once(killed, options, moments) for _ in range(options.kills))
+    kills = sum(kill_once(killed, options, k, moments) for k in range(options.kills))
     if start(killed, options).wait() != 0:
         raise SystemExit("the killed training could not be resumed")
     one, other = final_state(reference), final_state(killed)
     same = all(torch.equal(value, other[name]) for name, value in one.items())
     same = same and losses_in(reference) == losses_in(killed)
-    print(f"killed {kills} times of {options.kills}; checkpoints: {Checkpoints(killed).steps()}")
+    same = same and (reference / "best").readlink() == (killed / "best").readlink()
+    print(f"killed or preempted {kills} times of {options.kills}")
+    print(f"checkpoints: {Checkpoints(killed).steps()}, the best: {(killed / 'best').readlink()}")
     print("The results are identical, bit for bit." if same else "The results differ.")
     return 0 if same else 1
 

@@ -51,7 +51,8 @@ def test_training_killed_at_random_moments_ends_the_same(directory: pathlib.Path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The results are identical, bit for bit." in done.stdout
-    assert "killed 3 times of 3; checkpoints: [100, 200, 300, 390, 395, 400]" in done.stdout
+    assert "killed or preempted 3 times of 3" in done.stdout
+    assert "preempted; checkpoints" in done.stdout
     assert list(directory.iterdir()) == []
 
 

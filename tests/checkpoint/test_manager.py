@@ -666,6 +666,20 @@ def test_an_error_that_nobody_asks_for_is_told(
         drop()
 
 
+def test_the_first_save_warns_if_the_drive_is_too_small(small_tmpfs: pathlib.Path) -> None:
+    state = {"weight": torch.zeros(1 << 18), "step": 1}  # 1 MiB, on 8 MiB
+    with Checkpoints(small_tmpfs / "enough", keep_last=3, keep_best=3) as checkpoints:
+        checkpoints.save(1, state)
+    with Checkpoints(small_tmpfs / "small", keep_last=4, keep_best=3) as checkpoints:
+        with pytest.warns(
+            RuntimeWarning, match=r"8 more checkpoints of 1048576 bytes need 8388608"
+        ):
+            checkpoints.save(1, state)
+        checkpoints.save(2, state)  # warns once
+    checkpoints = Checkpoints(small_tmpfs / "small", keep_last=4)  # has room for three more
+    checkpoints.save(3, state, wait=True)
+
+
 def test_a_full_disk_fails_the_save_and_costs_no_checkpoint(tmp_path: pathlib.Path) -> None:
     with mounts.ext4(tmp_path, 32 << 20) as mount:
         checkpoints = Checkpoints(mount / "run", keep_last=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,10 +22,12 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_leaves
 
 from tensorferry.base.caller_warnings import warn
 from tensorferry.base.checks import absolute_path, integer
@@ -101,9 +104,9 @@ class Checkpoints:
     Notes
     -----
     The drive needs space for one checkpoint more than are kept, and host memory for a copy of this rank's part of the
-    state. Independently of the limits, a checkpoint is kept while a symbolic link in ``root`` or in another checkpoint
-    refers to it, and while a tensorferry reader loads it (on file systems that support locks on directories, which
-    all local file systems do).
+    state. The first save warns if the drive is too small. Independently of the limits, a checkpoint is kept while a
+    symbolic link in ``root`` or in another checkpoint refers to it, and while a tensorferry reader loads it (on file
+    systems that support locks on directories, which all local file systems do).
     """
 
     def __init__(
@@ -276,6 +279,8 @@ class Checkpoints:
 
             def copy() -> None:
                 plain = self._parts(state, ranks).stored()
+                if ranks.is_first and self._last_step is None:
+                    self._warn_of_room(plain)
                 if not self._trust_pickle:
                     safe_objects.warn_of_refusals(
                         dict(safe_objects.refusals_in(plain)), "restore()"
@@ -525,6 +530,19 @@ class Checkpoints:
         if self._own_group is None or self._own_group[0] is not world:
             self._own_group = world, dist.new_group(backend="gloo")
         return Ranks(self._own_group[1])
+
+    def _warn_of_room(self, plain: dict[str, Any]) -> None:
+        """Warn if the drive has no room for the checkpoints that will be kept and the one that is being saved."""
+        tensors = [each for each in tree_leaves(plain) if isinstance(each, torch.Tensor)]
+        nbytes = sum(each.numel() * each.element_size() for each in tensors)
+        kept = (self._keep_last or 0) + (self._keep_best or 0)
+        count = max(1, kept + 1 - len(self.steps()))
+        if count * nbytes > (free := shutil.disk_usage(self._folder.root).free):
+            warn(
+                f"the drive of {str(self._folder.root)!r} has {free} free bytes, but {count} more checkpoints of "
+                f"{nbytes} bytes need {count * nbytes}: keep_last={self._keep_last}, keep_best={self._keep_best}, and "
+                "one that is being saved"
+            )
 
     def _wait_for_save(self) -> None:
         """Wait for the running save and raise its error; after an interruption the next call waits again."""
