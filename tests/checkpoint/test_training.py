@@ -225,6 +225,9 @@ def test_the_best_and_the_last_stay_and_their_links_lead_to_them(tmp_path: pathl
     draw = random.Random(SEED)
     for best_is, pick in (("lowest", min), ("highest", max)):
         root, metrics = tmp_path / best_is, {}
+        root.mkdir()
+        (root / ".tensorferry-new-0123456789abcdef.tmp").touch()  # of saves that were killed
+        (root / ".tensorferry-new-link").symlink_to("step_00000007")
         for step in range(1, 9):
             if (
                 step == 5
@@ -243,6 +246,7 @@ def test_the_best_and_the_last_stay_and_their_links_lead_to_them(tmp_path: pathl
             last = sorted(metrics)[-2:]
             assert checkpoints.steps() == sorted({best, *last})
             metrics = {each: value for each, value in metrics.items() if each in {best, *last}}
+        assert not list(root.glob(".tensorferry-new-*"))
 
 
 def preempted(rank: int, root: str) -> tuple[bool, list[int], Any]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _UNFINISHED = ".tensorferry-unfinished"
 _REMOVED = ".tensorferry-removed."
 _METRICS = ".tensorferry-metrics.json"
+_NEW_LINK = ".tensorferry-new-link"
 _ABANDONED = ".tensorferry-abandoned."
 
 
@@ -106,9 +107,9 @@ class Folder:
         """Store the metric of a step before its checkpoint is complete."""
         metrics = {each: self._metrics().get(each) for each in self.steps()} | {step: metric}
         known = {str(each): value for each, value in metrics.items() if value is not None}
-        new = self.root / publication.new_name()
-        publication.write_temporary(new, json.dumps(known).encode(), sync=True)
-        publication.rename(new, self.root / _METRICS)
+        with publication.Temporary(self.root) as new:
+            new.write(json.dumps(known).encode(), sync=True)
+            new.rename(_METRICS)
 
     def _metrics(self) -> dict[int, float]:
         try:
@@ -131,7 +132,8 @@ class Folder:
         for name, steps in (("last", self.steps()[-1:]), ("best", self.best(sign)[:1])):
             path = self.root / name
             if steps and (path.is_symlink() or not path.exists()):  # not a file of somebody else
-                new = self.root / publication.new_name()
+                new = self.root / _NEW_LINK
+                new.unlink(missing_ok=True)  # of a save that was killed
                 new.symlink_to(name_of(steps[0]))
                 publication.rename(new, path)
 
