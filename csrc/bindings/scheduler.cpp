@@ -4,12 +4,16 @@
 
 #include <algorithm>
 
+#include "base/reserve.h"
 #include "bindings/future.h"
 #include "device/driver.h"
 #include "engine/engine.h"
 
 namespace tensorferry {
 namespace {
+
+// More than the submission of a transfer allocates in maps and lists, beside the transfer itself.
+constexpr size_t submission_nbytes = 1024;
 
 double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
@@ -93,6 +97,7 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
     return {};
   }
   if (!transfers.empty()) {
+    fill_reserve(transfers.size() * submission_nbytes);
     owners_->keep(request.core->id(), std::move(owner));
     admitted.handed_over(transfers);
     tell_checksums(transfers);
@@ -100,6 +105,7 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
   {
     WithoutGil release;
+    const UsesReserve reserve;
     for (size_t index = 0; index < incomplete.size(); ++index) {
       if (incomplete[index]) prepared.incomplete.push_back(items[index].file);
     }
@@ -258,6 +264,7 @@ bool PyScheduler::close(double patience_seconds, bool interruptible) {
 void PyScheduler::check_usable() const {
   if (!core_->belongs_to_this_process()) raise_forked("this handle or file");
   if (closed_) raise_closed();
+  fill_reserve();
   if (!is_exiting()) return;
   const nb::object thread = imported("threading", "current_thread")();
   if (nb::cast<bool>(thread.attr("daemon")) && nb::cast<uint64_t>(thread.attr("ident")) != callback_thread_) {

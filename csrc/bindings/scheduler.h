@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/after_fork.h"
+#include "base/reserve.h"
 #include "bindings/collect.h"
 #include "bindings/files.h"
 #include "bindings/python.h"
@@ -95,6 +96,7 @@ struct Sealer {
   explicit Sealer(std::shared_ptr<Request> request) : core(std::move(request)) {}
   ~Sealer() {
     if (core->done() || core->fork_generation() != fork_generation()) return;
+    const UsesReserve reserve;
     if (!core->sealed()) core->cancel();
     core->seal();
   }

@@ -5,13 +5,13 @@
 #include "device/watcher.h"
 
 #include <errno.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <chrono>
 #include <system_error>
 
 #include "base/limits.h"
+#include "base/reserve.h"
 
 namespace tensorferry::cuda {
 namespace {
@@ -29,7 +29,7 @@ Result<std::unique_ptr<Watcher>> Watcher::create() {
   std::unique_ptr<Watcher> watcher(new Watcher);
   try {
     watcher->thread_ = std::thread([own = watcher.get()] {
-      (void)::pthread_setname_np(::pthread_self(), "tensorferry-gpu");
+      begin_core_thread("tensorferry-gpu");
       own->run();
     });
   } catch (const std::system_error& error) {

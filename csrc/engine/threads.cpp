@@ -4,8 +4,6 @@
 // A thread is started when a block waits for one, up to a limit: beyond some tens of threads a drive gains nothing, and
 // each thread costs a stack.
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -13,6 +11,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/reserve.h"
 #include "device/cufile.h"
 #include "engine/engine.h"
 
@@ -77,7 +76,7 @@ class ThreadsEngine final : public Engine {
   void start_thread() {
     try {
       threads_.emplace_back([this] {
-        (void)::pthread_setname_np(::pthread_self(), "tensorferry-io");
+        begin_core_thread("tensorferry-io");
         serve();
       });
       ++idle_;

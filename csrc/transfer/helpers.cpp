@@ -1,7 +1,5 @@
 #include "transfer/helpers.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "base/interruption.h"
+#include "base/reserve.h"
 #include "base/signals_blocked.h"
 
 namespace tensorferry {
@@ -53,7 +52,7 @@ bool Helpers::start_thread() {
   SignalsBlocked signals;
   try {
     std::thread thread([own = state_, name = name_] {
-      (void)::pthread_setname_np(::pthread_self(), name);
+      begin_core_thread(name);
       serve(own);
     });
     ++state.running;

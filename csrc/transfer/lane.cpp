@@ -1,11 +1,10 @@
 #include "transfer/lane.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <system_error>
 
 #include "base/limits.h"
+#include "base/reserve.h"
 #include "base/signals_blocked.h"
 #include "transfer/scheduler.h"
 #include "transfer/worker.h"
@@ -30,7 +29,7 @@ std::string Queue::start(const EngineKind& kind) {
     try {
       // The thread keeps the scheduler alive, because close() may have to leave the thread running.
       threads_.emplace_back([scheduler = scheduler_.shared_from_this(), own = worker.get()] {
-        (void)::pthread_setname_np(::pthread_self(), "tensorferry");
+        begin_core_thread("tensorferry");
         own->run();
       });
     } catch (const std::system_error& error) {

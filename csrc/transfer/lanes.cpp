@@ -1,11 +1,10 @@
 #include "transfer/lanes.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <system_error>
 
 #include "base/after_fork.h"
+#include "base/reserve.h"
 #include "base/signals_blocked.h"
 #include "transfer/scheduler.h"
 
@@ -73,7 +72,7 @@ std::shared_ptr<Lane> Lanes::of(uint64_t device) {
       SignalsBlocked signals;
       try {
         caretaker_ = std::thread([this, scheduler = scheduler_.shared_from_this()] {
-          (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
+          begin_core_thread("tensorferry-job");
           look_after();
         });
       } catch (const std::system_error&) {

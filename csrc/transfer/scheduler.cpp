@@ -8,6 +8,7 @@
 #include "base/after_fork.h"
 #include "base/interruption.h"
 #include "base/limits.h"
+#include "base/reserve.h"
 #include "base/signals_blocked.h"
 #include "transfer/worker.h"
 #include "transfer/write_order.h"
@@ -146,6 +147,7 @@ void Scheduler::keep(const std::shared_ptr<Request>& request) {
 
 void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers& transfers,
                        const std::vector<std::shared_ptr<File>>& incomplete, std::shared_ptr<OrderedWrite> ordered) {
+  const UsesReserve reserve;
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
   keep(request);
   const auto cuts = request->add(transfers, incomplete, ordered);
@@ -393,6 +395,7 @@ Step Scheduler::run_on(WorkBlock& block, Step step) {
 }
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached) {
+  const UsesReserve reserve;
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
   if (transfer->file()->source()) return false;  // a signal cannot interrupt a source
   for (const auto& gate : transfer->gates()) {
@@ -429,6 +432,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
 }
 
 bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
+  const UsesReserve reserve;
   if (transfer->is_write() || transfer->nbytes() > max_cached_nbytes) return false;
   if (!transfer->is_shared() || !transfer->gates().empty()) return false;
   if (transfer->spec().checksums || transfer->joined()) return false;
@@ -454,6 +458,7 @@ bool Scheduler::move_cached(Inline& taken) {
 }
 
 bool Scheduler::go_on(Inline& taken) {
+  const UsesReserve reserve;
   taken.step = run_on(taken.block, taken.step);
   if (taken.step != Step::done) {
     const auto lane = taken.transfer->lane();  // the helper may end the transfer before help() returns
@@ -486,6 +491,7 @@ void Scheduler::run_to_end(WorkBlock& block, Step step) {
 
 // The calling thread helps the workers, because several threads copy from the page cache faster than one does.
 bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout) {
+  const UsesReserve reserve;
   if (!transfer->is_shared()) return true;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   WorkBlock block;
