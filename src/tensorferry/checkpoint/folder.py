@@ -105,8 +105,12 @@ class Folder:
 
     def note_metric(self, step: int, metric: float | None) -> None:
         """Store the metric of a step before its checkpoint is complete."""
-        metrics = {each: self._metrics().get(each) for each in self.steps()} | {step: metric}
-        known = {str(each): value for each, value in metrics.items() if value is not None}
+        metrics, kept = self._metrics() | {step: metric}, {step, *self.steps()}
+        known = {
+            str(each): value
+            for each, value in metrics.items()
+            if value is not None and each in kept
+        }
         with publication.Temporary(self.root) as new:
             new.write(json.dumps(known).encode(), sync=True)
             new.rename(_METRICS)
