@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tensorferry.checkpoint import Checkpoints, RandomState
+from tensorferry.offload import offload_optimizer, offload_training
 from tests.support.data import SEED
 from tests.support.ranks import call_on_ranks
 
@@ -283,3 +284,49 @@ def test_a_program_whose_last_save_failed_ends_with_a_code(tmp_path: pathlib.Pat
     )
     assert (done.returncode, done.stdout) == (120, "done\nhandled\n"), done.stderr
     assert "the save of step 1 failed" in done.stderr
+
+
+def offloaded(kind: str, where: pathlib.Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+    model: torch.nn.Module = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind == "training":
+        model, optimizer = offload_training(
+            model, optimizer, where, memory_budget="1MiB", blocks=layers
+        )
+    elif kind == "optimizer":
+        optimizer = offload_optimizer(optimizer, where, memory_budget="1MiB")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    return {**parts, "random": RandomState()}
+
+
+def losses(state: dict[str, Any]) -> list[float]:
+    found = []
+    for _ in range(3):
+        loss = state["model"](torch.ones(4, 32)).square().sum()
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["schedule"].step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "training"])
+def test_an_offloaded_training_goes_on_as_one_in_memory(tmp_path: pathlib.Path, kind: str) -> None:
+    first, second = offloaded(kind, tmp_path / "first"), offloaded(kind, tmp_path / "second")
+    in_memory = offloaded("", tmp_path)
+    with Checkpoints(tmp_path / "kept") as checkpoints:
+        torch.manual_seed(1)
+        losses(first)
+        checkpoints.save(3, first)
+        checkpoints.wait()
+        expected = losses(first)
+        checkpoints.restore(second)
+        assert losses(second) == expected
+        checkpoints.restore(in_memory)
+        assert losses(in_memory) == expected
+    first["optimizer"].close()
+    second["optimizer"].close()
