@@ -110,7 +110,7 @@ def test_all_measurements_are_printed_where_asked(place: Place) -> None:
     assert content["deepspeed"]["aio"]["overlap_events"] is True
     assert content["rates"]["read"]["low"] <= content["rates"]["read"]["high"]
     assert {each["direction"] for each in content["measurements"]} == {"read", "write"}
-    assert sum(len(each["seconds"]) for each in content["measurements"]) >= 2 * 3 * 3
+    assert all(each["seconds"] for each in content["measurements"])
     assert [each["direction"] for each in content["found"]] == ["write", "read"]
     assert content["environment"]["TENSORFERRY_QUEUE_DEPTH"].isdigit()
 
