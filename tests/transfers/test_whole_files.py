@@ -351,8 +351,11 @@ def write_where_refused(path: str) -> list[str]:
     for calls in (["renameat", "renameat2", "rename"], ["openat"]):
         tensorferry.write(path, b"old")
         forbid(*calls)
+        sums = tensorferry.Checksums(4096)
         with pytest.raises(tensorferry.StorageError) as caught:
-            tensorferry.write(path, b"new", atomic=True)
+            tensorferry.write(path, b"new", atomic=True, checksums=sums)
+        with pytest.raises(ValueError, match="not complete"):
+            assert sums.chunks
         messages.append(str(caught.value))
     return messages
 

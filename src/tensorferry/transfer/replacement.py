@@ -352,6 +352,8 @@ def replace_files(
                         future = replacement._file.write_from(
                             array, sync=True, priority=priority, checksums=checksums
                         )
+                    if checksums is not None:
+                        checksums._has_succeeded = lambda: False  # before the file is in place
                     to_close.callback(future._abandon)
                     writing.append((path, replacement, future))
             for path, replacement, future in writing:
@@ -359,6 +361,8 @@ def replace_files(
                     with replacement.naming_target():
                         future.result()
                     replacement.commit(sync_names=sync)
+                    if checksums is not None:
+                        checksums._has_succeeded = lambda: True
     if failures:
         raise first_error(failures, "of this call")
 
