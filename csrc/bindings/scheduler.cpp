@@ -96,8 +96,10 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
     admitted.handed_over();
     return {};
   }
+  for (size_t index = 0; index < incomplete.size(); ++index) {
+    if (incomplete[index]) prepared.incomplete.push_back(items[index].file);
+  }
   if (!transfers.empty()) {
-    fill_reserve(transfers.size() * submission_nbytes);
     owners_->keep(request.core->id(), std::move(owner));
     admitted.handed_over(transfers);
     tell_checksums(transfers);
@@ -105,10 +107,6 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
   {
     WithoutGil release;
-    const UsesReserve reserve;
-    for (size_t index = 0; index < incomplete.size(); ++index) {
-      if (incomplete[index]) prepared.incomplete.push_back(items[index].file);
-    }
     if (!transfers.empty()) core_->submit(request.core, transfers, prepared.incomplete);
     if (!more) request.core->seal();
   }
@@ -264,7 +262,6 @@ bool PyScheduler::close(double patience_seconds, bool interruptible) {
 void PyScheduler::check_usable() const {
   if (!core_->belongs_to_this_process()) raise_forked("this handle or file");
   if (closed_) raise_closed();
-  fill_reserve();
   if (!is_exiting()) return;
   const nb::object thread = imported("threading", "current_thread")();
   if (nb::cast<bool>(thread.attr("daemon")) && nb::cast<uint64_t>(thread.attr("ident")) != callback_thread_) {
@@ -307,6 +304,9 @@ void PyScheduler::refuse(const Fault& fault) {
 PyScheduler::Admitted::Admitted(PyScheduler& scheduler, std::vector<Scheduler::Places> places)
     : core_(*scheduler.core_), places_(std::move(places)) {
   scheduler.check_usable();
+  size_t count = 0;
+  for (const auto& each : places_) count += each.count;
+  fill_reserve(count * submission_nbytes);
   scheduler.reap();
   uint64_t ticket = 0;
   auto answer = core_.admit(places_, milliseconds(0), ticket);  // without releasing the GIL

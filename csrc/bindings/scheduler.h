@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "base/after_fork.h"
-#include "base/reserve.h"
 #include "bindings/collect.h"
 #include "bindings/files.h"
 #include "bindings/python.h"
@@ -96,7 +95,6 @@ struct Sealer {
   explicit Sealer(std::shared_ptr<Request> request) : core(std::move(request)) {}
   ~Sealer() {
     if (core->done() || core->fork_generation() != fork_generation()) return;
-    const UsesReserve reserve;
     if (!core->sealed()) core->cancel();
     core->seal();
   }

@@ -7,6 +7,7 @@
 
 #include "base/after_fork.h"
 #include "base/interruption.h"
+#include "base/reserve.h"
 #include "transfer/scheduler.h"
 #include "transfer/transfer.h"
 
@@ -104,6 +105,7 @@ std::vector<std::shared_ptr<OrderedWrite>> Request::add(const std::vector<std::s
 }
 
 void Request::seal() {
+  const UsesReserve reserve;
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(sealed_, true)) return;

@@ -65,7 +65,9 @@ std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, st
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options)
-    : options_(options), fork_generation_(tensorferry::fork_generation()), lanes_(*this) {}
+    : options_(options), fork_generation_(tensorferry::fork_generation()), lanes_(*this) {
+  fill_reserve();  // before any thread starts
+}
 
 Scheduler::~Scheduler() {
   // The destructor may run on the watcher's own thread, which cannot join itself.
