@@ -135,7 +135,7 @@ class Folder:
         """Let the links to the last and to the best checkpoint lead to them."""
         for name, steps in (("last", self.steps()[-1:]), ("best", self.best(sign)[:1])):
             path = self.root / name
-            if steps and (path.is_symlink() or not path.exists()):  # not a file of somebody else
+            if steps and (path.is_symlink() or not path.exists()):  # a file of the user stays
                 new = self.root / _NEW_LINK
                 new.unlink(missing_ok=True)  # of a save that was killed
                 new.symlink_to(name_of(steps[0]))
@@ -161,11 +161,16 @@ class Folder:
         ]
 
     def superfluous(
-        self, step: int, keep_last: int, keep_every: int | None, damaged: Container[int]
+        self,
+        step: int,
+        keep_last: int,
+        keep_every: int | None,
+        damaged: Container[int],
+        best: Container[int],
     ) -> list[Path]:
         """Return the checkpoints that may be removed once ``step`` has one, including abandoned ones."""
         gone = superfluous(self.steps(), step, keep_last, keep_every, damaged)
-        removable = [self.path(each) for each in gone]
+        removable = [self.path(each) for each in gone if each not in best]
         for path in self.root.iterdir():
             number = _step_of(path, _ABANDONED)
             if number is not None and not is_permanent(number, keep_every):

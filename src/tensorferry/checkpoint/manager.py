@@ -368,7 +368,7 @@ class Checkpoints:
         Returns
         -------
         int or None, or Restored
-            The loaded step; None if there is no checkpoint, in which case ``state`` is unchanged. With
+            The loaded step, or None if the folder and the mirror have no checkpoint; ``state`` is then unchanged. With
             ``strict=False`` the step and the differences.
 
         Raises
@@ -612,10 +612,12 @@ class Checkpoints:
             if ranks.is_first:
                 with running.collecting_problems():
                     assert self._keep_last is not None
-                    best = folder.best(self._sign)[: self._keep_best or 0]
-                    kept = {folder.path(each) for each in best}
-                    old = folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
-                    gone.extend(path for path in old if path not in kept)
+                    best = folder.best(self._sign)[: self._keep_best] if self._keep_best else ()
+                    gone.extend(
+                        folder.superfluous(
+                            step, self._keep_last, self._keep_every, self._damaged, best
+                        )
+                    )
             return bool(gone)
 
         # Nothing goes before the new checkpoint has been read back and compared with its checksums.
@@ -805,6 +807,5 @@ class _FailingStream:
 
     def flush(self) -> None:
         self._stream.flush()
-        sys._getframe(
-            1
-        )  # a ValueError only where the caller is not Python code, but the end of the interpreter
+        # This raises a ValueError if the caller is not Python code but the end of the interpreter.
+        sys._getframe(1)

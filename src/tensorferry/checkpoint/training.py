@@ -47,7 +47,7 @@ class Restored(NamedTuple):
     Attributes
     ----------
     step : int or None
-        The loaded step; None if there is no checkpoint.
+        The loaded step, or None if the folder and the mirror have no checkpoint.
     missing : tuple of str
         Names in the state that the checkpoint does not have; they keep their values.
     unexpected : tuple of str
@@ -132,8 +132,7 @@ class Parts:
                 plain[self._own_names[key]] = (_values(value),)
             else:
                 values = self._values(value)
-                is_object = isinstance(value, Stateful) and not _is_known(value)
-                plain[key] = (values,) if is_object and _is_small(values) else values
+                plain[key] = (values,) if _is_object(value) and _is_small(values) else values
         return plain
 
     def _values(self, value: Any) -> Any:
@@ -152,13 +151,12 @@ class Parts:
             path = paths.get(name, (name,))
             by_key[str(path[0])][name] = path
         for key, value in sorted(self._state.items()):
-            whole = self._own_names.get(key, key)
             if key in self._own_names:
                 self._compare_rank_values(key, by_key)
             elif isinstance(value, torch.optim.Optimizer):
                 self._compare_optimizer(key, by_key[key], metadata, read)
-            elif isinstance(value, Stateful) and not _is_known(value) and whole in by_key[key]:
-                self.loaded[whole] = None
+            elif _is_object(value) and key in by_key[key]:
+                self.loaded[key] = None
             else:
                 self._compare_values(key, self._values(value), by_key[key], metadata)
 
@@ -262,13 +260,7 @@ class Parts:
             elif isinstance(value, torch.optim.Optimizer) and key in self._optimizers:
                 self._optimizers[key].load(key, self.loaded)
             elif whole in self.loaded:
-                [content] = self.loaded[whole]
-                if isinstance(value, torch.Generator):
-                    value.set_state(content)
-                elif isinstance(value, Stateful):
-                    value.load_state_dict(content)
-                else:
-                    self._state[key] = content
+                self._give(key, *self.loaded[whole])
 
     def _set_values(self, key: str, value: Any) -> None:
         values, flat, paths = self._current[key]
@@ -281,10 +273,18 @@ class Parts:
                 set_element(holder, path, self.loaded[name])
         if isinstance(value, torch.nn.Module):
             set_model_state_dict(value, values, options=StateDictOptions(strict=False))
-        elif isinstance(value, Stateful):
-            value.load_state_dict(holder[key])
         else:
-            self._state[key] = holder[key]
+            self._give(key, holder[key])
+
+    def _give(self, key: str, content: Any) -> None:
+        """Undo :func:`_values`."""
+        value = self._state[key]
+        if isinstance(value, torch.Generator):
+            value.set_state(content)
+        elif isinstance(value, Stateful):
+            value.load_state_dict(content)
+        else:
+            self._state[key] = content
 
 
 class _NamedOptimizer:
@@ -359,9 +359,8 @@ class _NamedOptimizer:
         for name, path in self.paths.items():
             set_element(tree, path, loaded[name])
         state = tree[key]
-        options: dict[
-            str, dict[str, Any]
-        ] = {}  # of the stored groups, by the names of their parameters
+        # The options of the stored groups, by the names of their parameters.
+        options: dict[str, dict[str, Any]] = {}
         for group, full in zip(self._groups, state["param_groups"], strict=True):
             learns = full.pop("requires_grad", None)
             names, full["params"] = group["params"], []
@@ -413,8 +412,9 @@ class _NamedOptimizer:
                     self._optimizer.state[param][name] = value.to(param.device)
 
 
-def _is_known(value: Any) -> bool:
-    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+def _is_object(value: Any) -> bool:
+    is_known = isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+    return isinstance(value, Stateful) and not is_known
 
 
 def _values(value: Any) -> Any:
