@@ -230,9 +230,7 @@ def test_the_best_and_the_last_stay_and_their_links_lead_to_them(tmp_path: pathl
         (root / ".tensorferry-new-0123456789abcdef.tmp").touch()  # of saves that were killed
         (root / ".tensorferry-new-link").symlink_to("step_00000007")
         for step in range(1, 9):
-            if (
-                step == 5
-            ):  # another process goes back to step 4, and abandons none that is not there
+            if step == 5:  # another process goes back to step 3
                 metrics = {each: value for each, value in metrics.items() if each <= 3}
             metrics[step] = draw.choice([draw.random(), float("nan")]) if step > 1 else 0.5
             options: Any = {"keep_last": 2, "keep_best": 1, "best_is": best_is}

@@ -105,12 +105,12 @@ def test_tune_says_that_nothing_is_proven(place: Place) -> None:
 
 
 def test_all_measurements_are_printed_where_asked(place: Place) -> None:
-    content = json.loads(place.run_small("--json").stdout)
+    content = json.loads(place.run_small("--json", seconds=60).stdout)
     assert content["settings"]["block_size"] > 0
     assert content["deepspeed"]["aio"]["overlap_events"] is True
     assert content["rates"]["read"]["low"] <= content["rates"]["read"]["high"]
     assert {each["direction"] for each in content["measurements"]} == {"read", "write"}
-    assert all(each["seconds"] for each in content["measurements"])
+    assert all(len(each["seconds"]) >= 3 for each in content["measurements"])
     assert [each["direction"] for each in content["found"]] == ["write", "read"]
     assert content["environment"]["TENSORFERRY_QUEUE_DEPTH"].isdigit()
 

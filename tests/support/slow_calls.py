@@ -190,17 +190,17 @@ def _compiler() -> str | None:
 
 
 @functools.cache
-def build() -> pathlib.Path:
-    """Compile the library unless the same source has been compiled; several processes may do so at the same time."""
+def build(source: pathlib.Path = SOURCE) -> pathlib.Path:
+    """Compile a library unless the same source has been compiled; several processes may do so at the same time."""
     compiler = _compiler()
     assert compiler, "a C++ compiler is missing"
-    digest = hashlib.sha256(repr((compiler, FLAGS)).encode() + SOURCE.read_bytes()).hexdigest()
-    library = BUILD / f"slow_calls-{digest[:16]}.so"
+    digest = hashlib.sha256(repr((compiler, FLAGS)).encode() + source.read_bytes()).hexdigest()
+    library = BUILD / f"{source.stem}-{digest[:16]}.so"
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILD) as folder:
             unfinished = pathlib.Path(folder) / library.name
-            command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(unfinished), "-ldl"]
+            command = [*compiler.split(), *FLAGS, str(source), "-o", str(unfinished), "-ldl"]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
             with contextlib.suppress(FileNotFoundError):

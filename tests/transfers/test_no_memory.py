@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
-from tests.support import required
+from tests.support import required, slow_calls
 
-if TYPE_CHECKING:
-    import pathlib
-
-SOURCE = """
-#include <errno.h>
-#include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
-extern void* __libc_malloc(size_t);
-static long left;
-void fail_at(long number) { __atomic_store_n(&left, number, __ATOMIC_SEQ_CST); }
-long not_yet(void) { return __atomic_load_n(&left, __ATOMIC_SEQ_CST); }
-void* malloc(size_t nbytes) {
-  char name[16] = "";
-  if (__atomic_load_n(&left, __ATOMIC_SEQ_CST) > 0 &&
-      pthread_getname_np(pthread_self(), name, sizeof name) == 0 && strncmp(name, "tensorferry", 11) == 0 &&
-      __atomic_sub_fetch(&left, 1, __ATOMIC_SEQ_CST) == 0) {
-    errno = ENOMEM;
-    return 0;
-  }
-  return __libc_malloc(nbytes);
-}
-"""
+SOURCE = pathlib.Path(slow_calls.__file__).with_name("failing_malloc.cpp")
 
 CHILD = """
 import ctypes, sys
@@ -58,11 +36,9 @@ print(number)
 
 
 def test_an_allocation_of_the_cores_threads_may_fail(directory: pathlib.Path, engine: str) -> None:
-    source, library = directory / "failing.c", directory / "failing.so"
-    source.write_text(SOURCE)
-    flags = ["-D_GNU_SOURCE", "-shared", "-fPIC", "-O1"]
-    command = [required.command("cc"), *flags, "-o", library, source]
-    subprocess.run(command, check=True)
+    if refusal := slow_calls.why_unavailable():
+        required.missing("tools", refusal)
+    library = slow_calls.build(SOURCE)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, directory, library, engine],
         env=os.environ | {"LD_PRELOAD": str(library)},
