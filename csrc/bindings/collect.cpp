@@ -338,7 +338,7 @@ class Destinations {
 
 // Collect arrays, and integers (numbers of bytes of the file to pass over), as the memory of one transfer. For every
 // array that is not plain, `check(index, array)` is called: it returns (address, nbytes, owner, location) or raises.
-PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable check) {
+nb::typed<nb::object, PySegments> collect_segments(nb::sequence arrays, bool writable, nb::callable check) {
   PlainArrays plain(writable);
   PySegments segments;
   segments.pieces.reserve(nb::len(arrays));
@@ -369,17 +369,17 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
   destinations.refuse_shared("array");
   if (index > 0 && !any_array)
     throw nb::type_error("array: all items are integers (bytes to pass over), so there is nothing to fill");
-  return segments;
+  return instance_of(std::move(segments));
 }
 
 // Find the memory of some rows of a table, which is stored in one file or in several, one behind the other. `numbers`
 // is the address of the `count` row numbers. For each file that has some of the rows, return the file's index, the
 // first of the rows in it, and the memory of the rows. `ends` has, for each file, the number of the first row behind
 // it.
-std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t numbers, size_t count, bool is_unsigned,
-                                                                    const std::vector<uint64_t>& ends,
-                                                                    uint64_t row_nbytes, uint64_t stride_nbytes,
-                                                                    uintptr_t address, nb::object owner, bool write) {
+nb::typed<nb::list, std::tuple<size_t, uint64_t, PySegments>> rows_of_table(
+    uintptr_t numbers, size_t count, bool is_unsigned, nb::typed<nb::sequence, uint64_t> ends_of_files,
+    uint64_t row_nbytes, uint64_t stride_nbytes, uintptr_t address, nb::object owner, bool write) {
+  const auto ends = numbers_of<uint64_t>(ends_of_files);
   const uint64_t row_count = ends.empty() ? 0 : ends.back();
   const std::span given(reinterpret_cast<const int64_t*>(numbers), count);
   OrderedRows ordered;
@@ -404,7 +404,7 @@ std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t nu
     throw nb::index_error(
         ("ids: " + text + " is outside of a table of " + std::to_string(row_count) + " rows").c_str());
   }
-  std::vector<std::tuple<size_t, uint64_t, PySegments>> found;
+  nb::list found;
   for (auto& [file, first_row, memory] : parts) {
     PySegments segments;
     segments.pieces = std::move(memory.pieces);
@@ -412,7 +412,7 @@ std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t nu
     segments.nbytes = memory.nbytes;
     segments.array = Memory{address, count * row_nbytes};
     segments.owners.append(owner);
-    found.emplace_back(file, first_row, std::move(segments));
+    found.append(nb::make_tuple(file, first_row, instance_of(std::move(segments))));
   }
   return found;
 }

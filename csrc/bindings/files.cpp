@@ -8,33 +8,33 @@
 namespace tensorferry {
 namespace {
 
-DirectMode direct_mode_of(const std::string& name) {
+DirectMode direct_mode_of(std::string_view name) {
   if (name == "auto") return DirectMode::automatic;
   return name == "always" ? DirectMode::always : DirectMode::never;
 }
 
 // Return the bytes of a path, which the file system needs. Bytes that are not valid text are surrogate escapes in the
 // str.
-std::string path_of(nb::handle path) {
+std::string bytes_of(nb::handle path) {
   nb::object encoded = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
   if (!encoded.is_valid()) throw nb::python_error();
   return std::string(PyBytes_AsString(encoded.ptr()), static_cast<size_t>(PyBytes_Size(encoded.ptr())));
 }
 
-PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
-                 const std::string& direct, bool replaced, bool for_request) {
-  const std::string name = path_of(path);
+nb::typed<nb::object, PyFile> open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
+                                        const char* direct, bool replaced, bool for_request) {
+  const std::string name = bytes_of(path);
   const OpenOptions options{read, write, create, exclusive, truncate, replaced, for_request, direct_mode_of(direct)};
   auto file = interruptibly("this file", [&] { return File::open(name, options); });
   if (!file) raise(file.fault());
-  return PyFile{*file};
+  return instance_of(PyFile{*file});
 }
 
-PyFile file_from_descriptor(int descriptor, bool write, const std::string& direct, bool for_request) {
+nb::typed<nb::object, PyFile> file_from_descriptor(int descriptor, bool write, const char* direct, bool for_request) {
   const DirectMode mode = direct_mode_of(direct);
   auto file = interruptibly("this file", [&] { return File::from_descriptor(descriptor, write, mode, for_request); });
   if (!file) raise(file.fault());
-  return PyFile{*file};
+  return instance_of(PyFile{*file});
 }
 
 // Refuse further transfers of the file, and wait until no transfer uses it any more. Returns false on timeout.
@@ -50,21 +50,25 @@ struct PyMapping {
   nb::object owner;
 };
 
-PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std::vector<uint64_t>& offsets,
-                     const std::vector<uint64_t>& nbytes, nb::object owner) {
-  if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
+nb::typed<nb::object, PyMapping> map_pieces(nb::typed<nb::sequence, std::optional<PyFile>> files,
+                                            nb::typed<nb::sequence, uint64_t> offsets,
+                                            nb::typed<nb::sequence, uint64_t> nbytes, nb::object owner) {
+  const size_t count = nb::len(files);
+  if (count == 0 || nb::len(offsets) != count || nb::len(nbytes) != count) {
     throw nb::value_error("files, offsets and nbytes: they must have the same length, at least one");
   }
   std::vector<Mapping::Piece> pieces;
-  for (size_t index = 0; index < files.size(); ++index) {
-    pieces.push_back({files[index] ? files[index]->core : nullptr, offsets[index], nbytes[index]});
+  for (size_t index = 0; index < count; ++index) {
+    const auto* const file = nb::cast<const PyFile*>(files[index]);
+    pieces.push_back(
+        {file ? file->core : nullptr, nb::cast<uint64_t>(offsets[index]), nb::cast<uint64_t>(nbytes[index])});
   }
   auto mapping = [&] {
     WithoutGil release;
     return Mapping::create(pieces);
   }();
   if (!mapping) raise(mapping.fault());
-  return {std::shared_ptr<Mapping>(std::move(*mapping)), std::move(owner)};
+  return instance_of(PyMapping{std::shared_ptr<Mapping>(std::move(*mapping)), std::move(owner)});
 }
 
 // A view of some bytes of a mapping. If `alone`, no other view has these bytes, so their pages are released with this
@@ -105,15 +109,14 @@ void act_on(const PyFile& file, Action action) {
   raise_fault_of([&] { return action(*file.core); });
 }
 
-nb::object path_object(const PyFile& self) {
-  const File& file = *self.core;
-  nb::object path =
-      nb::steal(PyUnicode_DecodeFSDefaultAndSize(file.path().data(), static_cast<Py_ssize_t>(file.path().size())));
+}  // namespace
+
+nb::object path_of(const PyFile& file) {
+  const std::string& bytes = file.core->path();
+  nb::object path = nb::steal(PyUnicode_DecodeFSDefaultAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size())));
   if (!path.is_valid()) throw nb::python_error();
   return path;
 }
-
-}  // namespace
 
 File::Lease lease_of(const PyFile& file) {
   auto lease = file.core->lease();
@@ -123,7 +126,7 @@ File::Lease lease_of(const PyFile& file) {
 
 void bind_files(nb::module_& module) {
   nb::class_<PyFile>(module, "File")
-      .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
+      .def_prop_ro("path", path_of, nb::sig("def path(self) -> str"))
       .def_prop_ro("device", [](const PyFile& file) { return file.core->file_system(); })
       .def_prop_ro("identity", [](const PyFile& file) { return file.core->identity(); })
       .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })

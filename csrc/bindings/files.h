@@ -30,6 +30,8 @@ struct PyFile {
   std::shared_ptr<File> core;
 };
 
+nanobind::object path_of(const PyFile& file);
+
 // Return a lease that keeps the file open. Raises ValueError if the file is closed.
 File::Lease lease_of(const PyFile& file);
 

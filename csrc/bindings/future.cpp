@@ -111,11 +111,13 @@ int clear_of(PyObject* self) {
   return 0;
 }
 
-PyType_Slot future_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyFuture>)},
+PyType_Slot future_slots[] = {constructed[0],
+                              {Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyFuture>)},
                               {Py_tp_clear, reinterpret_cast<void*>(&clear_of<PyFuture>)},
                               {0, nullptr}};
 
-PyType_Slot listener_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyLoopListener>)},
+PyType_Slot listener_slots[] = {constructed[0],
+                                {Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyLoopListener>)},
                                 {Py_tp_clear, reinterpret_cast<void*>(&clear_of<PyLoopListener>)},
                                 {0, nullptr}};
 
@@ -355,7 +357,7 @@ void PyFuture::abandon() {
 }
 
 nb::object PyFuture::request() const {
-  if (request_) return nb::cast(*request_);
+  if (request_) return instance_of(PyRequest(*request_));
   return several_.is_valid() ? several_ : nb::none();
 }
 
@@ -378,7 +380,7 @@ void PyFuture::notify(const PyCompletionQueue& queue, uint64_t token) const {
     request_->check_process();
     request_->core->notify([queue = queue.core, token] { queue->push(token); });
   } else {
-    (void)call_python(attribute(several_, "notify"), nb::cast(queue), token);
+    (void)call_python(attribute(several_, "notify"), instance_of(PyCompletionQueue(queue)), token);
   }
 }
 
@@ -457,7 +459,7 @@ int PyLoopListener::traverse(visitproc visit, void* arg) const {
 }
 
 void bind_futures(nb::module_& module) {
-  nb::class_<PyCompletionQueue>(module, "CompletionQueue")
+  nb::class_<PyCompletionQueue>(module, "CompletionQueue", nb::type_slots(constructed))
       .def(nb::init<>())
       .def("fileno", [](const PyCompletionQueue& queue) { return queue.core->descriptor(); })
       .def("take", [](const PyCompletionQueue& queue) { return queue.core->take(); })

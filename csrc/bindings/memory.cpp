@@ -74,8 +74,10 @@ bool is_capturing(int device, uintptr_t stream) {
   return cuda::is_capturing(device, reinterpret_cast<cuda::StreamHandle>(stream));
 }
 
-std::tuple<std::optional<std::string>, bool, std::string> open_cufile(const std::vector<std::string>& folders,
+std::tuple<std::optional<std::string>, bool, std::string> open_cufile(nb::typed<nb::sequence, std::string> given,
                                                                       int device) {
+  std::vector<std::string> folders;
+  for (nb::handle folder : given) folders.emplace_back(nb::cast<const char*>(folder));
   WithoutGil release;
   const cufile::Status status = cufile::open(folders, device);
   return {status.refusal.empty() ? std::nullopt : std::optional(status.refusal), status.native, status.detail};

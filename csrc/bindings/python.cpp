@@ -2,6 +2,17 @@
 
 namespace tensorferry {
 
+PyObject* new_instance(PyTypeObject* type, PyObject*, PyObject*) noexcept {
+  try {
+    return nb::inst_alloc(type).release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
 nb::object exception_of(const Fault& fault) {
   return call_python(imported("tensorferry.errors", "storage_error"), fault.error_number, fault.operation,
                      nb::bytes(fault.path.data(), fault.path.size()), fault.offset, fault.expected, fault.transferred,

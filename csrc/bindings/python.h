@@ -15,6 +15,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/after_fork.h"
 #include "base/fault.h"
@@ -38,6 +39,30 @@ nb::object call_python(nb::handle function, const Arguments&... arguments) {
   if (found == nullptr) throw nb::python_error();
   return nb::steal(found);
 }
+
+// The casters and the constructors of nanobind are noexcept: a failed allocation in them ends the process. Therefore
+// arguments of any length are converted by numbers_of(), and instances are made by instance_of() and new_instance(),
+// because the table in which nanobind keeps all instances may have to grow for each of them.
+template <typename T>
+std::vector<T> numbers_of(nb::handle sequence) {
+  std::vector<T> numbers;
+  numbers.reserve(nb::len(sequence));
+  for (nb::handle number : sequence) numbers.push_back(nb::cast<T>(number));
+  return numbers;
+}
+
+// Return `value` as a Python object of its bound class.
+template <typename T>
+nb::typed<nb::object, T> instance_of(T value) {
+  nb::object instance = nb::inst_alloc(nb::type<T>());
+  new (nb::inst_ptr<T>(instance)) T(std::move(value));
+  nb::inst_mark_ready(instance);
+  return instance;
+}
+
+// Make an instance for a constructor. All bound classes that have constructors have these slots.
+PyObject* new_instance(PyTypeObject* type, PyObject* arguments, PyObject* keywords) noexcept;
+inline PyType_Slot constructed[] = {{Py_tp_new, reinterpret_cast<void*>(&new_instance)}, {0, nullptr}};
 
 // Return an attribute. The name is interned: Python's cache of methods would keep each new string for the same name.
 inline nb::object attribute(nb::handle object, const char* name) {

@@ -45,8 +45,8 @@ std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() 
 
 }  // namespace
 
-PyScheduler::PyScheduler(const std::string& engine, uint64_t block_nbytes, uint64_t large_block_nbytes,
-                         uint32_t queue_depth, uint32_t worker_count, bool single_submit) {
+PyScheduler::PyScheduler(const char* engine, uint64_t block_nbytes, uint64_t large_block_nbytes, uint32_t queue_depth,
+                         uint32_t worker_count, bool single_submit) {
   SchedulerOptions options;
   options.engine = engine;
   options.block_nbytes = block_nbytes;
@@ -175,7 +175,7 @@ bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle off
   if (request && !request->core->faults().empty()) raise(request->exception());
   if (is_moved(*found)) {
     const nb::object moved = imported("tensorferry.errors", "memory_moved");
-    raise(call_python(moved, nb::object(nb::cast(file).attr("path")), *begin, found->nbytes));
+    raise(call_python(moved, path_of(file), *begin, found->nbytes));
   }
   return true;
 }
@@ -190,7 +190,7 @@ nb::object PyScheduler::start_plain(const PyFile& file, nb::handle array, nb::ha
   items.push_back({file.core, lease_of(file), {found->address, found->nbytes}, *begin});
   nb::object future = PyFuture::of_plain(array, *found);
   auto& core = *nb::inst_ptr<PyFuture>(future);
-  core.is_about(write, nb::cast(file).attr("path"), *begin, found->nbytes);
+  core.is_about(write, path_of(file), *begin, found->nbytes);
   const nb::list refused = submit(request, std::move(items), future);
   if (refused.size() > 0) raise(nb::object(refused[0][1]));
   core.start(std::move(request));
@@ -343,21 +343,21 @@ void bind_schedulers(nb::module_& module) {
           },
           "queue"_a, "token"_a);
 
-  nb::class_<PyChecksums>(module, "Checksums")
+  nb::class_<PyChecksums>(module, "Checksums", nb::type_slots(constructed))
       .def(
           "__init__",
-          [](PyChecksums* self, uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected,
+          [](PyChecksums* self, uint64_t chunk_nbytes, bool of_segments, nb::typed<nb::sequence, uint32_t> expected,
              bool in_place) {
-            new (self)
-                PyChecksums{std::make_shared<Checksums>(chunk_nbytes, of_segments, std::move(expected), in_place)};
+            auto crcs = numbers_of<uint32_t>(expected);
+            new (self) PyChecksums{std::make_shared<Checksums>(chunk_nbytes, of_segments, std::move(crcs), in_place)};
           },
           "chunk_nbytes"_a, "of_segments"_a, "expected"_a, "in_place"_a)
       .def_prop_ro("chunks", [](const PyChecksums& sums) { return sums.core->of_chunks(); })
       .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); })
       .def_prop_ro("begun", [](const PyChecksums& sums) { return sums.core->handed_over(); });
 
-  nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
-      .def(nb::init<const std::string&, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
+  nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable(), nb::type_slots(constructed))
+      .def(nb::init<const char*, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
            "large_block_nbytes"_a, "queue_depth"_a, "worker_count"_a, "single_submit"_a)
       .def_prop_ro("engine", [](const PyScheduler& scheduler) { return scheduler.core_->engine_name(); })
       .def_prop_ro("refusals",
@@ -370,42 +370,44 @@ void bind_schedulers(nb::module_& module) {
       .def(
           "new_request",
           [](PyScheduler& scheduler, bool write, bool truncate, bool sync, bool close_files, bool background) {
-            return scheduler.new_request({.write = write,
-                                          .truncate = truncate,
-                                          .sync = sync,
-                                          .close_files = close_files,
-                                          .background = background});
+            return instance_of(scheduler.new_request({.write = write,
+                                                      .truncate = truncate,
+                                                      .sync = sync,
+                                                      .close_files = close_files,
+                                                      .background = background}));
           },
           "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
       .def(
           "submit",
-          [](PyScheduler& scheduler, PyRequest& request, const std::vector<PyFile>& files,
-             const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
-             const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions, nb::object owner,
-             const std::optional<std::vector<std::optional<Location>>>& locations, const PySegments* segments,
-             const PyChecksums* checksums, const std::vector<bool>& incomplete, bool more) {
-            const size_t count = files.size();
+          [](PyScheduler& scheduler, PyRequest& request, nb::sequence files, nb::sequence addresses,
+             nb::sequence nbytes, nb::sequence offsets, nb::sequence positions, nb::object owner,
+             std::optional<nb::sequence> locations, const PySegments* segments, const PyChecksums* checksums,
+             nb::sequence incomplete, bool more) {
+            const size_t count = nb::len(files);
             if ((segments || checksums) && count != 1) {
               throw nb::value_error("segments, checksums: they require exactly one transfer");
             }
-            if ((locations && locations->size() != count) || (!incomplete.empty() && incomplete.size() != count) ||
-                addresses.size() != count || nbytes.size() != count || offsets.size() != count ||
-                positions.size() != count) {
+            const auto flags = numbers_of<bool>(incomplete);
+            if ((locations && nb::len(*locations) != count) || (!flags.empty() && flags.size() != count) ||
+                nb::len(addresses) != count || nb::len(nbytes) != count || nb::len(offsets) != count ||
+                nb::len(positions) != count) {
               throw nb::value_error(
                   "files, addresses, nbytes, offsets, positions, locations and incomplete must have the same length");
             }
             std::vector<Item> items;
             items.reserve(count);
             for (size_t index = 0; index < count; ++index) {
-              const Memory memory{addresses[index], nbytes[index], locations ? (*locations)[index] : std::nullopt};
-              items.push_back(item_of(files[index], memory, offsets[index], segments, checksums));
-              items.back().position = positions[index];
+              Memory memory{nb::cast<uintptr_t>(addresses[index]), nb::cast<uint64_t>(nbytes[index])};
+              if (locations) memory.location = nb::cast<std::optional<Location>>((*locations)[index]);
+              const auto& file = nb::cast<const PyFile&>(files[index]);
+              items.push_back(item_of(file, memory, nb::cast<uint64_t>(offsets[index]), segments, checksums));
+              items.back().position = nb::cast<size_t>(positions[index]);
             }
-            return scheduler.submit(request, std::move(items), std::move(owner), incomplete, more);
+            return scheduler.submit(request, std::move(items), std::move(owner), flags, more);
           },
           "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "positions"_a, "owner"_a.none(),
           "locations"_a.none() = nb::none(), "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none(),
-          "incomplete"_a = std::vector<bool>(), "more"_a = false,
+          "incomplete"_a = nb::tuple(), "more"_a = false,
           nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
                   "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
                   "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
@@ -417,14 +419,16 @@ void bind_schedulers(nb::module_& module) {
           "run",
           [](PyScheduler& scheduler, const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset,
              bool write, bool truncate, bool sync, bool close_files, bool background, nb::object owner,
-             std::optional<Location> location, const PySegments* segments, const PyChecksums* checksums) {
-            return scheduler.run(item_of(file, {address, nbytes, location}, offset, segments, checksums),
-                                 {.write = write,
-                                  .truncate = truncate,
-                                  .sync = sync,
-                                  .close_files = close_files,
-                                  .background = background},
-                                 std::move(owner));
+             std::optional<Location> location, const PySegments* segments,
+             const PyChecksums* checksums) -> nb::typed<nb::object, std::optional<PyRequest>> {
+            auto request = scheduler.run(item_of(file, {address, nbytes, location}, offset, segments, checksums),
+                                         {.write = write,
+                                          .truncate = truncate,
+                                          .sync = sync,
+                                          .close_files = close_files,
+                                          .background = background},
+                                         std::move(owner));
+            return request ? instance_of(std::move(*request)) : nb::none();
           },
           "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a, "close_files"_a,
           "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(), "segments"_a.none() = nb::none(),

@@ -162,7 +162,7 @@ struct PyRequest {
 
 class PyScheduler {
  public:
-  PyScheduler(const std::string& engine, uint64_t block_nbytes, uint64_t large_block_nbytes, uint32_t queue_depth,
+  PyScheduler(const char* engine, uint64_t block_nbytes, uint64_t large_block_nbytes, uint32_t queue_depth,
               uint32_t worker_count, bool single_submit);
 
   ~PyScheduler();

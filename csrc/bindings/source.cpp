@@ -124,9 +124,9 @@ class PySource final : public Source {
   PyObject* const read_;
 };
 
-PyFile file_of_source(std::string path, uint64_t nbytes, uint64_t device, nb::object read) {
+nb::typed<nb::object, PyFile> file_of_source(const char* path, uint64_t nbytes, uint64_t device, nb::object read) {
   let_go().release();
-  return PyFile(File::of_source(std::move(path), nbytes, device, std::make_shared<PySource>(std::move(read))));
+  return instance_of(PyFile(File::of_source(path, nbytes, device, std::make_shared<PySource>(std::move(read)))));
 }
 
 }  // namespace

@@ -1,16 +1,19 @@
 // Streams, and the objects that keep appended memory valid.
 #include "transfer/stream.h"
 
+#include <nanobind/stl/string_view.h>
+
 #include <deque>
 
+#include "base/reserve.h"
 #include "bindings/scheduler.h"
 #include "bindings/stream.h"
 
 namespace tensorferry {
 
 // The Python form of a Made::Field: (kind, position, segment, begin, nbytes, crcs, fold).
-using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<int64_t>,
-                              std::tuple<uint64_t, uint32_t, uint32_t>>;
+using FieldTuple = std::tuple<std::string_view, uint64_t, uint64_t, uint64_t, uint64_t,
+                              nb::typed<nb::sequence, int64_t>, std::tuple<uint64_t, uint32_t, uint32_t>>;
 
 class PyStream {
  public:
@@ -45,6 +48,7 @@ class PyStream {
     if (on_gpu) {
       if (auto fault = core_->prepare_for_gpus()) PyScheduler::refuse(*fault);
     }
+    const UsesReserve reserve;  // the stream gets all pieces, and keeps their owner
     bool taken = true;
     for (size_t index = 0; taken && index < given.pieces.size(); ++index) {
       const auto& piece = given.pieces[index];
@@ -56,15 +60,16 @@ class PyStream {
     if (!taken) raise_ended();
   }
 
-  void append_with_fields(PyScheduler& scheduler, nb::bytes bytes, const std::vector<FieldTuple>& fields) {
+  void append_with_fields(PyScheduler& scheduler, nb::bytes bytes, nb::typed<nb::sequence, FieldTuple> fields) {
     check_process();
     Made made{.bytes = std::vector<char>(bytes.c_str(), bytes.c_str() + bytes.size()), .fields = {}};
-    for (const auto& [kind, position, segment, begin, nbytes, crcs, fold] : fields) {
+    for (nb::handle field : fields) {
+      const auto [kind, position, segment, begin, nbytes, crcs, fold] = nb::cast<FieldTuple>(field);
       const auto of = kind == "segment" ? Made::Field::Kind::segment
                       : kind == "own"   ? Made::Field::Kind::own
                                         : Made::Field::Kind::folded;
       const auto [added, left, right] = fold;
-      made.fields.push_back({of, position, segment, begin, nbytes, crcs, {added, left, right}});
+      made.fields.push_back({of, position, segment, begin, nbytes, numbers_of<int64_t>(crcs), {added, left, right}});
     }
     PyScheduler::Admitted admitted(scheduler, core_->place());
     if (!core_->append(std::move(made))) {
@@ -133,6 +138,7 @@ class PyStream {
   }
   // Release the appended memory. It must not wait, because the garbage collector calls it.
   void let_go() {
+    const UsesReserve reserve;
     std::deque<Owner> dropped;  // destroyed at the end: the destructor of an owner may call this stream again
     dropped.swap(owners_);
     if (core_->fork_generation() != fork_generation()) {
@@ -178,7 +184,8 @@ int clear_stream(PyObject* self) {
   return 0;
 }
 
-PyType_Slot stream_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_stream)},
+PyType_Slot stream_slots[] = {constructed[0],
+                              {Py_tp_traverse, reinterpret_cast<void*>(&traverse_stream)},
                               {Py_tp_clear, reinterpret_cast<void*>(&clear_stream)},
                               {0, nullptr}};
 

@@ -220,6 +220,7 @@ void Request::leave_to_helpers() {
 }
 
 bool Request::settle_files() {
+  const UsesReserve reserve;
   while (const auto unit = take_ready(nullptr)) {
     if (settle_file(unit)) continue;
     scheduler()->keep(shared_from_this());

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/reserve.h"
 #include "checksum/checksum.h"
 #include "transfer/reservation.h"
 
@@ -149,6 +150,7 @@ bool Stream::append(Made made) {
 }
 
 void Stream::begin_job(bool now) {
+  const UsesReserve reserve;
   {
     std::lock_guard lock(mutex_);
     now = now || uncopied_nbytes_ >= min_job_nbytes || sources_.size() >= min_job_sources;
