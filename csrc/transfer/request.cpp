@@ -71,7 +71,7 @@ std::vector<std::shared_ptr<OrderedWrite>> Request::add(const std::vector<std::s
   };
   for (const auto& transfer : transfers) {
     nbytes += transfer->nbytes();
-    if (!uses_files()) continue;
+    if (!options_.uses_files()) continue;
     auto& unit = units[transfer->identity()];
     if (!unit) unit = std::make_shared<Unit>(Unit{transfer->lane()});
     add_name(*unit, transfer->file());
@@ -91,7 +91,7 @@ std::vector<std::shared_ptr<OrderedWrite>> Request::add(const std::vector<std::s
   for (const auto& [identity, unit] : units) {
     if (ordered) {
       unit->cut = std::move(ordered);
-    } else if (std::ranges::any_of(unit->names, [&](const Name& name) { return cuts(*name.file); })) {
+    } else if (std::ranges::any_of(unit->names, [&](const Name& name) { return options_.cuts(*name.file); })) {
       unit->cut = std::make_shared<Cut>(shared_from_this(), unit, identity);
       ++unit->to_come;
       cuts_to_come.push_back(unit->cut);

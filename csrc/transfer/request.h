@@ -43,6 +43,11 @@ struct RequestOptions {
   bool sync_names = true;    // with `sync`; false: make the data durable, but not the names of new files
   bool close_files = false;  // the files were opened for this request
   bool background = false;   // requests that are not in the background go first
+
+  // Whether there are operations on the files after the transfers.
+  bool uses_files() const { return truncate || sync || close_files; }
+  // Whether this file is truncated. Devices are never truncated.
+  bool cuts(const File& file) const { return uses_files() && file.regular() && (truncate || file.replaced()); }
 };
 
 class Request : public std::enable_shared_from_this<Request> {
@@ -95,11 +100,6 @@ class Request : public std::enable_shared_from_this<Request> {
   // file stays outstanding until the operations on the file are done, because a caller that needs a free descriptor
   // waits for outstanding transfers. `lease` keeps the file open until then. `file` only identifies the file.
   void transfer_ended(const Transfer& transfer, const File* file, File::Lease lease);
-
-  // Whether the request has operations on its files.
-  bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
-  // Whether the request truncates this file. Devices are never truncated.
-  bool cuts(const File& file) const { return uses_files() && file.regular() && (options_.truncate || file.replaced()); }
 
   // For a blocking call with one file. leave_to_caller() declares that the caller's thread runs the operations on
   // files, instead of helpers. After the transfer has ended, that thread calls settle_files(), which runs the

@@ -154,10 +154,11 @@ void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers&
   keep(request);
   const auto cuts = request->add(transfers, incomplete, ordered);
   std::vector<bool> may_begin(transfers.size(), true);
-  if (transfers.front()->is_write() && !ordered) {
-    WriteOrder::Writes order(transfers.begin(), transfers.end());
+  if (transfers.front()->enters_order()) {
+    WriteOrder::Writes order(transfers.begin(), transfers.end()), in_the_way;
     order.insert(order.end(), cuts.begin(), cuts.end());
-    may_begin = WriteOrder::enter(order);
+    may_begin = WriteOrder::enter(order, in_the_way);
+    for (const auto& write : in_the_way) write->others_wait();
   }
   // This truncates nothing yet: the truncation also waits for the transfers.
   for (size_t index = 0; index < cuts.size(); ++index) {
@@ -299,13 +300,13 @@ void Scheduler::move_singly(Transfer& joined) {
 }
 
 void Scheduler::tell_request(const std::shared_ptr<Transfer>& transfer) {
-  if (transfer->is_write()) WriteOrder::leave(*transfer);
+  if (transfer->enters_order()) WriteOrder::leave(*transfer);
   // The pointer only identifies the file. If the request has operations on it, the request holds the file and takes
   // over the lease.
   const File* file = transfer->file().get();
   File::Lease lease = transfer->release_file();
   Request& request = transfer->request();
-  if (!request.uses_files()) {
+  if (!request.options().uses_files()) {
     // If the user has dropped the file meanwhile, releasing the lease closes the file, which may block. A helper then
     // does it, and counts as outstanding until the file is closed.
     if (lease.is_all_that_is_left()) {
@@ -339,6 +340,14 @@ void Scheduler::let_go(uint64_t id) {
     finished_.push_back(id);
   }
   on_finished_();
+}
+
+bool Scheduler::one_more_if_open(Lane& lane) {
+  std::lock_guard lock(mutex_);
+  if (state_ != State::open) return false;
+  ++lane.outstanding_;
+  ++outstanding_;
+  return true;
 }
 
 void Scheduler::one_more(Lane& lane) {
@@ -406,7 +415,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
   }
   Request& request = transfer->request();
   std::shared_ptr<OrderedWrite> cut;
-  if (request.cuts(*transfer->file())) {
+  if (request.options().cuts(*transfer->file())) {
     cut = std::make_shared<Truncation>(transfer->identity(), transfer->end());
   }
   WriteOrder::Writes order;

@@ -191,6 +191,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // one_more() counts work of a lane (a transfer or other work) as outstanding, so close() waits for it. one_less()
   // counts it as ended.
   void one_more(Lane& lane);
+  bool one_more_if_open(Lane& lane);  // false: the scheduler is being closed
   void one_less(Lane& lane);
 
   // Refer to a request until request_over().

@@ -98,13 +98,38 @@ void put(char* place, uint32_t value) {
 
 }  // namespace
 
+class Stream::Place final : public OrderedWrite {
+ public:
+  Place(const std::shared_ptr<Stream>& stream, uint64_t begin, uint64_t end)
+      : OrderedWrite(stream->file_->identity(), begin, end), stream_(stream) {}
+
+  void turn_has_come() override {
+    if (const auto stream = stream_.lock()) stream->turn_has_come(*this);
+  }
+  void others_wait() override {
+    if (const auto stream = stream_.lock()) stream->others_wait();
+  }
+
+  bool admitted = false;  // whether it is counted as outstanding, while it waits; guarded by the stream's mutex
+
+ private:
+  const std::weak_ptr<Stream> stream_;
+};
+
 Stream::Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options)
     : scheduler_(std::move(scheduler)),
       file_(std::move(file)),
       lane_(scheduler_->lane_of(file_->device())),
       options_(options),
       buffer_nbytes_(buffer_nbytes_for(options.expected_nbytes)),
+      entered_end_(options.offset),
+      turn_end_(options.offset),
+      handed_over_end_(options.offset),
       position_(options.offset) {}
+
+Stream::~Stream() {
+  if (fork_generation_ == tensorferry::fork_generation()) (void)abort(std::chrono::milliseconds(0));
+}
 
 Stream::Buffer::~Buffer() {
   if (of_stock) stock().give_back(device, std::move(memory));
@@ -151,12 +176,83 @@ bool Stream::append(Made made) {
 
 void Stream::begin_job(bool now) {
   const UsesReserve reserve;
+  WriteOrder::Writes in_the_way;
+  bool must_wait;
   {
     std::lock_guard lock(mutex_);
+    must_wait = enter_order(in_the_way);
     now = now || uncopied_nbytes_ >= min_job_nbytes || sources_.size() >= min_job_sources;
   }
+  for (const auto& write : in_the_way) write->others_wait();
   if (now) wake();
-  scheduler_->one_less(*lane_);
+  if (!must_wait) scheduler_->one_less(*lane_);
+}
+
+bool Stream::enter_order(WriteOrder::Writes& in_the_way) {
+  if (stopped()) return false;
+  std::vector<std::shared_ptr<Place>> entering;
+  const uint64_t end = options_.offset + appended_nbytes_;
+  if (!places_.empty() && turn_end_ == entered_end_ && WriteOrder::extend(*places_.back(), end)) {
+    turn_end_ = end;
+  } else if (end > entered_end_) {
+    entering.push_back(places_.emplace_back(std::make_shared<Place>(shared_from_this(), entered_end_, end)));
+  }
+  entered_end_ = end;
+  if (ending_ && ending_->cuts(*file_) && !cut_) {
+    entering.push_back(cut_ = std::make_shared<Place>(shared_from_this(), end, UINT64_MAX));
+  }
+  if (entering.empty()) return false;
+  const auto may_begin = WriteOrder::enter({entering.begin(), entering.end()}, in_the_way);
+  for (size_t index = 0; index < entering.size(); ++index) {
+    if (may_begin[index]) turn_end_ = entering[index]->end();
+  }
+  return entering.back()->admitted = !may_begin.back();
+}
+
+void Stream::turn_has_come(Place& place) {
+  bool admitted;
+  {
+    std::lock_guard lock(mutex_);
+    turn_end_ = std::max(turn_end_, place.end());
+    admitted = std::exchange(place.admitted, false);
+  }
+  wake();
+  if (admitted) scheduler_->one_less(*lane_);
+}
+
+void Stream::others_wait() {
+  bool is_open;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;  // everything is written without further calls, or nothing more
+    early_end_ = entered_end_;
+    is_open = scheduler_->one_more_if_open(*lane_);
+  }
+  if (is_open) {
+    wake();
+    scheduler_->one_less(*lane_);
+  } else {  // no thread can write the bytes any more
+    fail({.error_number = ECANCELED, .operation = "write", .path = {}});
+    leave_order();
+  }
+}
+
+void Stream::leave_order() {
+  std::vector<std::shared_ptr<Place>> left;
+  size_t admitted_count = 0;
+  {
+    std::lock_guard lock(mutex_);
+    const bool over = stopped() && in_flight_.empty() && !at_work_;
+    const uint64_t unwritten = over ? UINT64_MAX : in_flight_.empty() ? handed_over_end_ : *in_flight_.begin();
+    while (!places_.empty() && places_.front()->end() <= unwritten) {
+      left.push_back(std::move(places_.front()));
+      places_.pop_front();
+    }
+    if (over && cut_) left.push_back(std::move(cut_));
+    for (const auto& place : left) admitted_count += std::exchange(place->admitted, false);
+  }
+  for (const auto& place : left) WriteOrder::leave(*place);
+  while (admitted_count-- > 0) scheduler_->one_less(*lane_);
 }
 
 bool Stream::end(const RequestOptions& options) {
@@ -179,7 +275,7 @@ bool Stream::wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds t
 
 bool Stream::wait_until_ended(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !at_work_; });
+  return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_.empty() && !at_work_; });
 }
 
 // This does not wait for a posted job that has no thread yet, because hanging jobs may occupy all threads. When that
@@ -190,6 +286,8 @@ bool Stream::abort(std::chrono::milliseconds timeout) {
   news_.notify_all();
   const bool over = news_.wait_for(lock, timeout, [&] { return !is_copying(); });
   if (over) sources_.clear();
+  lock.unlock();
+  leave_order();
   return over;
 }
 
@@ -250,24 +348,29 @@ void Stream::run() {
     while (true) {
       const bool placed = place_sources();
       const bool copied = copy();
-      if (!placed && !copied && !write_the_rest()) break;
+      if (!placed && !copied && !write_early() && !write_the_rest()) break;
     }
     lock.lock();
   }
   running_ = at_work_ = false;
   news(lock);
+  leave_order();
 }
 
-// Give segments their places in the buffer that is being filled, up to its end.
+// Give segments their places in the buffer that is being filled, up to its end. Only bytes that have their turn get
+// one: the first bytes of a buffer never wait for a write that waits for them.
 bool Stream::place_sources() {
   bool any = false;
   while (true) {
     Source* source = nullptr;
+    uint64_t placeable;
     {
       std::lock_guard lock(mutex_);
       if (stopped() || sources_.empty()) break;
       source = &sources_.front();  // appending does not move it
+      placeable = turn_end_ - position_;
     }
+    if (placeable == 0 && source->nbytes > 0) break;
     const bool full = filling_ && filling_->end == buffer_nbytes_;
     if (full && source->nbytes > 0) {
       filled_.push_back(std::move(filling_));
@@ -276,7 +379,7 @@ bool Stream::place_sources() {
     if (!filling_ && !take_buffer()) break;
     Buffer& buffer = *filling_;
     Part part{.begin = buffer.end,
-              .nbytes = std::min(source->nbytes - source->placed_nbytes, buffer_nbytes_ - buffer.end)};
+              .nbytes = std::min({source->nbytes - source->placed_nbytes, buffer_nbytes_ - buffer.end, placeable})};
     if (source->gate && part.nbytes > 0) {
       if (!start_copy(*source, part.nbytes)) break;
       part.of_gpu = true;
@@ -420,10 +523,21 @@ bool Stream::copy() {
   if (!front_is_full || !buffer->parts.empty()) return buffer->parts.size() < before;
   {
     std::lock_guard lock(mutex_);
-    if (stopped() || in_flight_ + spare_buffers >= max_buffers) return buffer->parts.size() < before;
+    if (stopped() || in_flight_.size() + spare_buffers >= max_buffers) return buffer->parts.size() < before;
   }
   filled_.pop_front();
   write(buffer, RequestOptions{.write = true, .background = options_.background}, false);
+  return true;
+}
+
+bool Stream::write_early() {
+  if (!filling_ || filling_->end == filling_->begin || !filling_->parts.empty()) return false;
+  {
+    std::lock_guard lock(mutex_);
+    const bool more_waits = position_ == turn_end_ && (turn_end_ < entered_end_ || cut_);
+    if (filling_->offset >= early_end_ && !more_waits) return false;
+  }
+  filled_.push_back(std::move(filling_));
   return true;
 }
 
@@ -431,7 +545,8 @@ bool Stream::write_the_rest() {
   RequestOptions options;
   {
     std::lock_guard lock(mutex_);
-    if (!ending_ || ended_ || stopped() || !sources_.empty() || in_flight_ > 0 || !filled_.empty()) return false;
+    if (!ending_ || ended_ || stopped() || !sources_.empty() || !in_flight_.empty() || !filled_.empty()) return false;
+    if (ending_->cuts(*file_) && turn_end_ < UINT64_MAX) return false;
     if (filling_ && !filling_->parts.empty()) return false;
     options = *std::exchange(ending_, std::nullopt);
   }
@@ -515,7 +630,8 @@ void Stream::fill_in(Made& made) const {
 void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   {
     std::unique_lock lock(mutex_);
-    ++in_flight_;
+    in_flight_.insert(buffer->offset);
+    handed_over_end_ = buffer->offset + (buffer->end - buffer->begin);
     handing_over_ = true;
     news(lock);
   }
@@ -528,7 +644,7 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
   const uint64_t nbytes = buffer->end - buffer->begin;
   scheduler_->one_more(*lane_);  // until written() is called
   const auto request = std::make_shared<Request>(scheduler_, options);
-  TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true, .lane = lane_};
+  TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true, .lane = lane_, .ordered = true};
   // Get the lease first. Closing the file waits for its leases, so from here on its descriptor number cannot be reused
   // by another file.
   spec.lease = file_->lease();
@@ -544,7 +660,12 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
     return;
   }
   scheduler_->one_more(*lane_);  // for the transfer
-  scheduler_->submit(request, {*transfer});
+  std::shared_ptr<OrderedWrite> cut;
+  if (last) {
+    std::lock_guard lock(mutex_);
+    cut = std::exchange(cut_, nullptr);  // the request makes it leave the order
+  }
+  scheduler_->submit(request, {*transfer}, {}, std::move(cut));
   request->seal();
   request->notify([self = shared_from_this(), request = request.get(), buffer = std::move(buffer), last]() mutable {
     self->written(std::move(buffer), request->fault() ? std::optional(*request->fault()) : std::nullopt, last);
@@ -555,12 +676,13 @@ void Stream::written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>&
   if (fault) fail(*fault);
   {
     std::lock_guard lock(mutex_);
-    --in_flight_;
+    in_flight_.erase(buffer->offset);
     if (buffer->memory.data) --buffer_count_;
     if (last && !fault) ended_ = true;
     news_.notify_all();
   }
   buffer.reset();  // the next buffer can use its memory
+  leave_order();
   wake();
   scheduler_->one_less(*lane_);
 }

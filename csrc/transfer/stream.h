@@ -6,6 +6,10 @@
 // copied in order, a segment may contain the CRC-32s of earlier segments (Made), as the headers and directories of
 // archives do.
 //
+// Appended bytes have their place in the order of writes (write_order.h) once begin_job() or end() has returned, and so
+// has the truncation at the end: a later write to the same bytes overwrites them. It waits until they are written, and
+// so does a truncation, whether or not they fill a buffer.
+//
 // A stream has no thread. Whenever there is something to do (memory was appended, a buffer was written, a copy from a
 // GPU has completed), a job is posted to a helper thread of the lane, which has the queue and the threads for files of
 // one device (lane.h). A stream has one job at a time, and the job does not wait for writes. Jobs of streams have
@@ -20,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "base/after_fork.h"
@@ -29,6 +34,7 @@
 #include "memory/allocation.h"
 #include "transfer/request.h"
 #include "transfer/scheduler.h"
+#include "transfer/write_order.h"
 
 namespace tensorferry {
 
@@ -92,6 +98,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   };
 
   Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options);
+  ~Stream();
 
   // One place in the stream's lane, for Scheduler::admit(). Before each begin_job() and each end() the caller must have
   // this place admitted, so the scheduler cannot be closed in between. These calls take the place over and release it.
@@ -190,11 +197,23 @@ class Stream : public std::enable_shared_from_this<Stream> {
     std::map<cuda::Gpu*, cuda::Event> copies = {};
   };
 
-  // run() is the job. It repeats the three steps below until none of them has anything to do, which they report by
+  // A range of appended bytes in the order of writes, or all bytes behind the end, where the file is truncated.
+  class Place;
+
+  // Enter what was appended, and the truncation, in the order of writes. Returns whether the last of it must wait; it
+  // then takes over an admitted place(). Requires mutex_.
+  bool enter_order(WriteOrder::Writes& in_the_way);
+  void turn_has_come(Place& place);
+  void others_wait();
+  // Leave the order with what has been written, or with everything if the stream has stopped and writes no more.
+  void leave_order();
+
+  // run() is the job. It repeats the steps below until none of them has anything to do, which they report by
   // returning false.
   void run();
   bool place_sources();   // give segments their places in buffers, and begin the copies from GPUs
   bool copy();            // copy placed parts, and write a full buffer
+  bool write_early();     // write a part of a buffer, because others wait
   bool write_the_rest();  // after end(): write the last buffer
 
   bool take_buffer();
@@ -239,11 +258,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool ended_ = false;                    // everything has been written
   std::optional<RequestOptions> ending_;  // the options of end(), until the last buffer is written
   std::optional<uint64_t> to_be_told_;    // the id of tell_when_aborted()
-  size_t in_flight_ = 0;                  // buffers that are being written
+  std::set<uint64_t> in_flight_;          // the file offsets of buffers that are being written
   size_t open_copies_ = 0;                // watched copies from GPUs that have not completed
   bool gate_watched_ = false;             // the watcher waits for the gate of the first source
   size_t buffer_count_ = 0;               // buffers in use
   std::optional<Fault> fault_;
+  std::deque<std::shared_ptr<Place>> places_;  // of bytes that are not yet written
+  std::shared_ptr<Place> cut_;                 // of the truncation, until the last request has it
+  uint64_t entered_end_;                       // the file offset of the first byte that has not entered the order
+  uint64_t turn_end_;                          // of the first that must not be written yet
+  uint64_t early_end_ = 0;                     // others wait for bytes before this file offset
+  uint64_t handed_over_end_;                   // the end of the last buffer that was passed to the drive
 
   // Used by the job only. Other threads may read the CRC-32s once ended_ is set.
   std::shared_ptr<Buffer> filling_;

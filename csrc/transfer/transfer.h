@@ -40,6 +40,7 @@ struct TransferSpec {
   std::shared_ptr<Checksums> checksums = nullptr;  // may be null; no other transfer uses them
   File::Lease lease = {};                          // keeps the file open; if empty, create() acquires one
   std::shared_ptr<Lane> lane = nullptr;            // of the file's device; if null, create() looks it up
+  bool ordered = false;                            // the caller has entered it in the WriteOrder, and lets it leave
   // For a transfer that moves several joined items (items.h): for each segment, the position of its item in the call,
   // or gap_position if the segment is a gap.
   std::vector<size_t> positions = {};
@@ -94,6 +95,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   const std::shared_ptr<Lane>& lane() const { return spec_.lane; }
   uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
+  bool enters_order() const { return spec_.write && !spec_.ordered; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once the transfer has ended
   uint64_t moved_nbytes() const { return moved_nbytes_.load(std::memory_order_relaxed); }
   // Whether there is more than one block.

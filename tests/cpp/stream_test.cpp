@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <thread>
 
 #include "checksum/checksum.h"
@@ -232,6 +233,95 @@ TEST_CASE("streams meet the end of their scheduler") {
     writer.join();
     CHECK(stream->abort(milliseconds(60'000)));
   }
+}
+
+TEST_CASE("streams, writes and truncations take effect in the order in which they were accepted") {
+  TemporaryDirectory directory;
+  const auto source = pattern(4 << 20, 5);
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine);
+    if (!scheduler) continue;
+    for (unsigned seed = 0; seed < 12; ++seed) {
+      CAPTURE(engine);
+      CAPTURE(seed);
+      std::mt19937 random(seed);
+      const auto below = [&](size_t limit) { return static_cast<size_t>(random()) % limit; };
+      const auto file = open_file(directory.file(std::string(engine) + std::to_string(seed)), true);
+      std::vector<char> model;
+      std::vector<std::shared_ptr<Stream>> streams, ended;  // `streams` are open
+      std::vector<std::shared_ptr<Request>> requests;
+      std::map<const Stream*, size_t> ends;  // file offsets
+      const auto admit = [&](const Stream& stream) {
+        REQUIRE(scheduler->admit(stream.place(), milliseconds(60'000)) == Scheduler::Admission::admitted);
+      };
+      const auto end_one = [&] {
+        std::swap(streams[below(streams.size())], streams.back());
+        const bool cuts = below(2) == 0;
+        if (cuts) model.resize(ends[streams.back().get()]);
+        admit(*streams.back());
+        streams.back()->end({.truncate = cuts});
+        ended.push_back(std::move(streams.back()));
+        streams.pop_back();
+      };
+      for (int step = 0; step < 80; ++step) {
+        const size_t kind = below(8);
+        if (streams.empty() || (kind == 0 && streams.size() < 3)) {
+          const size_t offset = below(100'000);
+          streams.push_back(std::make_shared<Stream>(scheduler, file, StreamOptions{.offset = offset}));
+          ends[streams.back().get()] = offset;
+          continue;
+        }
+        if (kind == 1) {
+          end_one();
+          continue;
+        }
+        const size_t nbytes = 1 + below(below(4) == 0 ? 2 << 20 : 5000);
+        char* const bytes = const_cast<char*>(source.data()) + below(source.size() - nbytes);
+        const auto& stream = streams[below(streams.size())];
+        size_t& at = ends[stream.get()];
+        const size_t offset = kind < 5 ? std::exchange(at, at + nbytes) : below(200'000);
+        model.resize(std::max(model.size(), offset + nbytes));
+        std::copy_n(bytes, nbytes, model.begin() + static_cast<long>(offset));
+        if (kind < 5) {
+          admit(*stream);
+          stream->append(bytes, nbytes);
+          stream->begin_job();
+          continue;
+        }
+        const RequestOptions options{.truncate = kind == 5};
+        requests.push_back(start(*scheduler, {file, {bytes, nbytes}, offset, true}, kind == 6, options));
+        if (kind == 5) model.resize(offset + nbytes);
+        if (kind == 6) REQUIRE(requests.back()->wait_for(milliseconds(60'000)));
+      }
+      while (!streams.empty()) end_one();
+      for (const auto& request : requests) {
+        REQUIRE(request->wait_for(milliseconds(60'000)));
+        CHECK(request->faults().empty());
+      }
+      for (const auto& stream : ended) {
+        REQUIRE(stream->wait_until_ended(milliseconds(60'000)));
+        CHECK_FALSE(stream->fault());
+      }
+      CHECK(contents(file->path()) == model);
+    }
+    CHECK(close(*scheduler));
+  }
+}
+
+TEST_CASE("a write waits no longer for a stream that is given up") {
+  TemporaryDirectory directory;
+  auto scheduler = make("threads");
+  const auto file = open_file(directory.file("given up"), true);
+  const auto bytes = pattern(3000, 6);
+  for (const bool aborts : {true, false}) {
+    auto writer = begin(*scheduler, file);
+    writer.append(bytes);
+    if (aborts) CHECK(writer.stream->abort(milliseconds(60'000)));
+    writer.stream.reset();
+    auto request = start(*scheduler, {file, {const_cast<char*>(bytes.data()), bytes.size()}, 1000, true});
+    CHECK(request->wait_for(milliseconds(60'000)));
+  }
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("a stream whose job waits for a thread is given up at once, and one whose memory is in use when it is not") {

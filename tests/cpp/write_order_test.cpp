@@ -50,7 +50,8 @@ TEST_CASE("waiting writes continue in order, as soon as the writes before them h
   };
   const auto a = write('a', 0, 10), b = write('b', 10, 20), c = write('c', 5, 15), d = write('d', 0, 3);
   const auto elsewhere = write('e', 0, 20, other_file);
-  CHECK(WriteOrder::enter({a, b, c, d, elsewhere}) == std::vector{true, true, false, false, true});
+  WriteOrder::Writes in_the_way;
+  CHECK(WriteOrder::enter({a, b, c, d, elsewhere}, in_the_way) == std::vector{true, true, false, false, true});
   WriteOrder::leave(*a);
   CHECK(turns.empty());  // c still waits for b, and d waits for c
   WriteOrder::leave(*b);
@@ -68,12 +69,13 @@ TEST_CASE("a write and what cuts its file behind it begin together or not at all
   const auto beyond = std::make_shared<Named>('b', turns, file, 50, 60);
   REQUIRE(WriteOrder::try_to_enter({nothing, beyond}));
   CHECK_FALSE(WriteOrder::try_to_enter({write, cut}));
-  REQUIRE(WriteOrder::enter({write}).front());  // the order has no remains of it
-  CHECK_FALSE(WriteOrder::enter({cut}).front());
+  WriteOrder::Writes in_the_way;
+  REQUIRE(WriteOrder::enter({write}, in_the_way).front());  // the order has no remains of it
+  CHECK_FALSE(WriteOrder::enter({cut}, in_the_way).front());
   WriteOrder::leave(*beyond);
   CHECK(turns == "c");
   const auto later = std::make_shared<Named>('l', turns, file, 20, 30);
-  CHECK_FALSE(WriteOrder::enter({later}).front());
+  CHECK_FALSE(WriteOrder::enter({later}, in_the_way).front());
   WriteOrder::leave(*write);
   WriteOrder::leave(*cut);
   CHECK(turns == "cl");

@@ -36,14 +36,18 @@ forms: Any = st.sampled_from([pathlib.Path, str, os.path.relpath, os.fsencode])
 modes = st.sampled_from(["r", "r+", "w", "w+", "x", "x+"])
 faults = st.sampled_from(["write", "read", "open", "truncate", "fallocate", "rename"])
 Range = tuple[int, int, int]
-Part = tuple[int, bytes]  # an offset, and the bytes written there
+Part = tuple[
+    int, bytes | None
+]  # an offset, and the bytes written there; None: the new end of the file
 
 
 def merged(old: bytes, parts: Sequence[Part]) -> bytes:
     """Return the content of a file after writes, of which the later ones win."""
     found = bytearray(old)
     for offset, data in parts:
-        if data:
+        if data is None:
+            found[offset:] = bytes(max(0, offset - len(found)))
+        elif data:
             found.extend(bytes(max(0, offset + len(data) - len(found))))
             found[offset : offset + len(data)] = data
     return bytes(found)
@@ -72,13 +76,19 @@ class Calls(RuleBasedStateMachine):
         self.files: dict[int, tuple[Any, str]] = {}  # by slot: an open or closed file, and its name
         self.handle = tensorferry.aio_handle(engine=engine, block_size=16 << 10)
         self.pending: dict[str, list[Part]] = {}  # asynchronous writes by file, in order
-        self.futures: list[Any] = []
+        self.waits: list[Any] = []  # for these writes
+        self.streams: dict[
+            int, tuple[Any, int]
+        ] = {}  # by the slots of their files; with their ends
+        self.failures: list[tensorferry.StorageError] = []  # of these writes
         self.may_fail = False
         self.random = np.random.default_rng(5)
 
     def teardown(self) -> None:
         os.chdir(self.before)
         self.arm_nothing()
+        for stream, _ in self.streams.values():
+            stream.abort()
         for file, _ in self.files.values():
             file.close()
         self.handle.close()
@@ -111,22 +121,37 @@ class Calls(RuleBasedStateMachine):
         old = self.content[name] or b""
         with contextlib.suppress(FileNotFoundError):
             found = (self.below / name).read_bytes()
-            assert len(found) >= len(old) or found == merged(b"", parts)  # an atomic one of several
-            possible = [old, *(merged(old, [part]) for part in parts)]
+            cut = any(data is None for _, data in parts)
+            assert (
+                cut or len(found) >= len(old) or found == merged(b"", parts)
+            )  # an atomic one of several
+            possible = [old, *(merged(old, [part]) for part in parts), *[b""] * cut]
             rows = [each[: len(found)].ljust(len(found), b"\0") for each in possible]
             values = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), len(found))
             assert (np.frombuffer(found, np.uint8) == values).any(0).all()
             self.content[name] = found
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep a failure for settle()."""
+        try:
+            yield
+        except tensorferry.StorageError as error:
+            assert self.may_fail, error  # noqa: PT017
+            self.failures.append(error)
+
     def settle(self) -> None:
-        futures, self.futures = self.futures, []
+        for wait in [*self.waits, *(stream.finish for stream, _ in self.streams.values())]:
+            with self.noting():
+                wait()
         pending, self.pending = self.pending, {}
+        failures, self.failures = self.failures, []
+        self.waits, self.streams = [], {}
         with contextlib.ExitStack() as stack:
             for name, parts in pending.items():
                 stack.enter_context(self.writing({name: parts}))
-            for failure in [future.exception() for future in futures]:
-                if failure is not None:
-                    raise failure
+            for failure in failures:
+                raise failure
 
     def data(self, nbytes: int) -> bytes:
         return self.random.integers(1, 256, nbytes, np.uint8).tobytes()
@@ -265,9 +290,12 @@ class Calls(RuleBasedStateMachine):
         (file, name), (offset, size, cut) = found, where
         data = self.data(size)
         arrays = arrays_of(data, cut)
-        if way == 0:  # later, together with others
-            with contextlib.suppress(*[tensorferry.StorageError] * self.may_fail):
-                self.futures.append(file.write_from(arrays, offset))
+        if way == 0 or (way == 1 and name in self.pending):  # together with others
+            with self.noting():
+                if way == 0:
+                    self.waits.append(file.write_from(arrays, offset).result)
+                else:
+                    file.write(arrays, offset)
             self.pending.setdefault(name, []).append((offset, data))
             return
         with self.writing({name: [(offset, data)]}):
@@ -281,6 +309,25 @@ class Calls(RuleBasedStateMachine):
             else:
                 with file.stream(offset) as stream:
                     stream.append(arrays)
+
+    @rule(slot=slots, where=ranges, end=st.sampled_from([None, None, None, False, True]))
+    def append(self, slot: int, where: Range, end: bool | None) -> None:
+        """Append to a stream, which may stay open. Its bytes and its truncation are in the order of writes."""
+        if (found := self.usable(slot, write=True)) is None:
+            return
+        (file, name), (offset, size, cut) = found, where
+        parts = self.pending.setdefault(name, [])
+        with self.noting():
+            stream, at = self.streams.pop(slot, None) or (file.stream(offset), offset)
+            data = self.data(size)
+            parts.append((at, data))
+            stream.append(arrays_of(data, cut))
+            if end is None:
+                self.streams[slot] = stream, at + size
+            else:
+                parts += [(at + size, None)] * end
+                stream.begin_finish(truncate=end)
+                self.waits.append(stream.wait)
 
     @rule(slot=slots, where=ranges, way=st.integers(0, 2))
     def read_file(self, slot: int, where: Range, way: int) -> None:
@@ -299,14 +346,31 @@ class Calls(RuleBasedStateMachine):
 
     @rule(slot=slots, nbytes=sizes, extends=bools)
     def resize(self, slot: int, nbytes: int, extends: bool) -> None:
+        found = self.usable(slot, write=True)
+        if found is not None and not extends and found[1] in self.pending:
+            with self.noting():
+                found[0].truncate(nbytes)
+            self.pending[found[1]].append((nbytes, None))
+            return
         self.settle()
         self.arm_nothing()
-        if (found := self.usable(slot, write=True)) is not None:
+        if found is not None:
             file, name = found
             old = self.content[name] or b""
             (file.preallocate if extends else file.truncate)(nbytes)
             self.content[name] = new = old[: None if extends else nbytes].ljust(nbytes, b"\0")
             assert file.size == len(new)
+
+    @rule(slot=slots, steps=st.lists(st.tuples(st.integers(0, 5), ranges), min_size=2, max_size=8))
+    def many_in_order(self, slot: int, steps: list[tuple[int, Range]]) -> None:
+        """Streams, writes and truncations, of which later ones do not wait for earlier ones."""
+        for kind, where in steps:
+            if kind < 2:
+                self.write_file(slot, where, kind)
+            elif kind < 5:
+                self.append(slot, where, (None, None, True)[kind - 2])
+            else:
+                self.resize(slot, where[1], extends=False)
 
     # What is around the calls
 
