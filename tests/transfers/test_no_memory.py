@@ -80,8 +80,11 @@ def streams():
         stream.append(data)
         for piece in pieces:
             stream.append(piece)
+        file.write(b"HEAD", 5000)  # after these bytes
         stream.append(pieces)
-    assert file.read(bytearray(3 * len(data)), 4096) == 3 * data
+    expected = bytearray(3 * data)
+    expected[904:908] = b"HEAD"
+    assert file.read(bytearray(3 * len(data)), 4096) == expected
     file.write(data)
 
 def opened():
