@@ -301,10 +301,10 @@ MUTANTS = [
     _mutant(
         "read-does-not-wait-for-the-write-before-it",
         "a store's read returns the last write begun before it",
-        "src/tensorferry/store/transfers.py",
-        "if (write := version.write) is not None and not write.done():",
-        "if (write := version.write) is not None and write.done() is None:",
-        "tests/store/test_faults.py::test_the_last_write_that_ended_well_counts_whatever_their_order",
+        "src/tensorferry/store/tensor_store.py",
+        "                write.request.wait(None)\n                self._settle(version)\n",
+        "                self._settle(version)\n",
+        "tests/store/test_faults.py::test_a_read_waits_and_gets_the_last_write_that_ended_well_whatever_their_order",
     ),
     _mutant(
         "files-of-a-snapshot-are-written-again",

@@ -102,7 +102,7 @@ class Life:
         cut = int(self.rng.integers(len(value) + 1))
         several = [value[:cut], value[cut:]]
         array = several if self.count % 4 == 0 else np.frombuffer(value, np.uint8)
-        future = self.store.write(name, array, "background" if self.count % 3 == 0 else "normal")
+        future = self.store.write(name, array)
         if self.count % 2:
             future.result()
         if self.count % 2 or not self.may_fail:

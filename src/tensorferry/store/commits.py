@@ -17,23 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredTensor
-from tensorferry.store.tensors import TensorInfo, text_of
+from tensorferry.store.tensors import text_of
 from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
-    from array import array as numbers
     from collections.abc import Collection, Mapping, Sequence
 
     from tensorferry.store.folder import Folder
-    from tensorferry.store.segments import Piece, Segment
-
-
-class KeptTensor(NamedTuple):
-    """A stored tensor: its description, its piece, and the CRC-32s of its chunks or None."""
-
-    info: TensorInfo
-    piece: Piece
-    chunks: numbers[int] | None
+    from tensorferry.store.segments import Segment
+    from tensorferry.store.transfers import KeptTensor
 
 
 class Contents(NamedTuple):
@@ -68,7 +60,7 @@ class Commits:
         Another store writes into a directory, or it has files that this store would ignore or remove.
     """
 
-    def __init__(self, folders: Sequence[Folder], chunk_nbytes: int) -> None:
+    def __init__(self, folders: Sequence[Folder]) -> None:
         self.run, self.store = os.urandom(8).hex(), os.urandom(8).hex()
         self.has_committed = False  # if False, the last commit is of another run
         self._synced = True  # whether the last commit is durable
@@ -91,8 +83,7 @@ class Commits:
             except StorageError as error:
                 if error.errno is not None:  # it may be intact, but cannot be read now
                     raise
-        what = (self.store, self.run, None, len(folders), 0, chunk_nbytes)
-        self.empty = Manifest(*what, b"", [], {})
+        self.empty = Manifest(self.store, self.run, None, len(folders), 0, b"", [], {})
         for number, folder in enumerate(folders):
             self._check_owner(folder, number)
         for number in existing:

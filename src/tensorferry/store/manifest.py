@@ -3,15 +3,15 @@
 Commits are numbered, and each has its own file, ``tensorferry-store-NUMBER.json``. The last commit is the one with the
 highest number. The first line has the CRC-32 and the size of the rest, which is one line with all data:
 
-    {"format": "tensorferry.store", "version": 2, "store": ..., "run": ..., "previous": 6, "directories": 1,
-     "directory": 0, "chunk_nbytes": ..., "record": ..., "segments": [...], "tensors": [...]}
+    {"format": "tensorferry.store", "version": 3, "store": ..., "run": ..., "previous": 6, "directories": 1,
+     "directory": 0, "record": ..., "segments": [...], "tensors": [...]}
 
 "store" is a random identifier that all commits in a directory have, and "run" that of the store object that wrote the
 manifest, which is in its file names. "previous" is the number of the commit that was kept with this one, or null.
 "record" is data of the program, in base64. Each segment, which is a file with tensors, is ``[directory, name]``. Each
-tensor is ``[name, dtype, shape, nbytes, segment, offset, checksums]``, with one CRC-32 for each ``chunk_nbytes`` of it,
-or null. The first of several directories has the manifests of all commits. Each of the others has one without tensors,
-which shows to which store it belongs, as the directory with the number "directory".
+tensor is ``[name, dtype, shape, nbytes, segment, offset, checksums]``, with one CRC-32 for each 256 KiB of it, or null.
+The first of several directories has the manifests of all commits. Each of the others has one without tensors, which
+shows to which store it belongs, as the directory with the number "directory".
 
 The text is UTF-8 in which surrogates are allowed, because names may be any strings, and JSON's escapes would join two
 surrogates to one character. A manifest is untrusted input: it is validated completely before any part of it is used.
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.base.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
-from tensorferry.store.tensors import MAX_DIMENSIONS, TensorInfo
+from tensorferry.store.tensors import CHUNK_NBYTES, MAX_DIMENSIONS, TensorInfo
 from tensorferry.transfer.publication import storage_errors
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tensorferry.store.folder import Folder
 
 MAX_DIRECTORIES = 1 << 10
-_FORMAT = {"format": "tensorferry.store", "version": 2}
+_FORMAT = {"format": "tensorferry.store", "version": 3}
 # Pieces begin at multiples of this, on every file system.
 _ALIGNMENT = 4096
 _MAX_NBYTES = 1 << 31
@@ -67,7 +67,6 @@ class Manifest(NamedTuple):
     previous: int | None
     directories: int
     directory: int
-    chunk_nbytes: int
     record: bytes
     segments: Sequence[tuple[int, str]]
     tensors: Mapping[str, StoredTensor]
@@ -151,17 +150,17 @@ def from_bytes(data: bytes) -> Manifest | None:
 
 
 def _checked(content: Manifest) -> Manifest:
-    store, run, previous, count, directory, chunk_nbytes, *_ = content
+    store, run, previous, count, directory, *_ = content
     record: Any = content.record
     segments: Any = content.segments
     tensors: Any = content.tensors
-    sizes = [count, chunk_nbytes, directory, 1 if previous is None else previous]
+    sizes = [count, directory, 1 if previous is None else previous]
     if not (
         _IDENTIFIERS.fullmatch(f"{store} {run}") and _are_sizes(*sizes, *(at for at, _ in segments))
     ):
         raise ValueError("an identifier or a number is invalid")
-    if not (directory < count <= MAX_DIRECTORIES and 4096 <= chunk_nbytes <= 4 << 20):
-        raise ValueError(f"it has {count} directories, and chunks of {chunk_nbytes} bytes")
+    if not directory < count <= MAX_DIRECTORIES:
+        raise ValueError(f"it is number {directory} of {count} directories")
     for at, name in segments:
         if at >= count or run_of(name) is None or not name.endswith(".segment"):
             raise ValueError(f"{name!r} in directory {at} is not a segment")
@@ -169,7 +168,7 @@ def _checked(content: Manifest) -> Manifest:
     for name, *stored in tensors:
         if type(name) is not str or name in found:
             raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
-        found[name] = _tensor(name, len(segments), chunk_nbytes, *stored)
+        found[name] = _tensor(name, len(segments), *stored)
     return content._replace(
         record=base64.b64decode(record, validate=True),
         segments=[(at, name) for at, name in segments],
@@ -177,7 +176,7 @@ def _checked(content: Manifest) -> Manifest:
     )
 
 
-def _tensor(tensor: str, count: int, chunk_nbytes: int, *stored: Any) -> StoredTensor:
+def _tensor(tensor: str, count: int, *stored: Any) -> StoredTensor:
     dtype, shape, nbytes, segment, offset, sums = stored
     chunks = None if sums is None else numbers("I", sums)
     if not (
@@ -185,7 +184,7 @@ def _tensor(tensor: str, count: int, chunk_nbytes: int, *stored: Any) -> StoredT
         and _are_sizes(nbytes, segment, offset, *shape)
         and len(shape) <= MAX_DIMENSIONS
         and (segment < count and offset % _ALIGNMENT == 0 and offset + nbytes <= MAX_FILE_NBYTES)
-        and (chunks is None or len(chunks) == -(-nbytes // chunk_nbytes))
+        and (chunks is None or len(chunks) == -(-nbytes // CHUNK_NBYTES))
     ):
         raise ValueError(f"tensor {tensor!r}: {stored!r:.500} is invalid")
     return StoredTensor(TensorInfo(dtype, tuple(shape), nbytes), segment, offset, chunks)

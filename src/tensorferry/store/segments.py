@@ -150,13 +150,12 @@ class StoreDirectory:
         folder: Folder,
         scheduler: _core.Scheduler,
         lock: threading.Condition,
-        direct: str,
         new_name: Callable[[], str] | None,
         weight: float = 1.0,
         writable: bool = True,
     ) -> None:
         self.folder, self.scheduler, self.weight = folder, scheduler, weight
-        self._lock, self._direct, self._writable = lock, direct, writable
+        self._lock, self._writable = lock, writable
         self._new_name = new_name
         self.segments: dict[Segment, None] = {}
         self.growing = threading.RLock()  # held by the thread that makes or extends a file
@@ -266,8 +265,7 @@ class StoreDirectory:
         """Open or create a file."""
         try:
             with self.folder.opened(name, flags if self._writable else os.O_RDONLY) as descriptor:
-                how = (self._writable, self._direct, alone)
-                return _core.file_from_descriptor(descriptor, *how)
+                return _core.file_from_descriptor(descriptor, self._writable, "auto", alone)
         except BaseException as error:
             if flags == _CREATE and getattr(error, "errno", None) != errno.EEXIST:
                 self.folder.unlink(name)

@@ -16,29 +16,27 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.base.checks import absolute_path, direct_mode, integer
+from tensorferry.base.checks import absolute_path, integer
 from tensorferry.base.processes import Owned, when_dropped
 from tensorferry.errors import StorageError, first_error
 from tensorferry.store import manifest as manifests
 from tensorferry.store import transfers
-from tensorferry.store.commits import Commits, Contents, KeptTensor, not_found
+from tensorferry.store.commits import Commits, Contents, not_found
 from tensorferry.store.folder import Folder
 from tensorferry.store.segments import NO_SPACE, Piece, Segment, StoreDirectory
 from tensorferry.store.snapshots import link, unfinished
-from tensorferry.store.tensors import TensorInfo, info_of, new_array, resolved
-from tensorferry.store.transfers import CHUNK_NBYTES, Read, StoreFuture, TensorVersion
+from tensorferry.store.tensors import CHUNK_NBYTES, TensorInfo, info_of, new_array, resolved
+from tensorferry.store.transfers import KeptTensor, StoreFuture, TensorVersion
 from tensorferry.transfer import publication, runtime
 from tensorferry.transfer.arrays import memory_or_segments
-from tensorferry.transfer.files import in_background, scheduler_for_settings
+from tensorferry.transfer.futures import PendingFutures
 from tensorferry.transfer.settings import Settings
 from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.base.checks import Direct, Path
-    from tensorferry.transfer.arrays import AnyMemory
-    from tensorferry.transfer.files import Priority
+    from tensorferry.base.checks import Path
     from tensorferry.transfer.futures import Future
 
 # The files that reserve() makes for tensors of unknown sizes.
@@ -72,9 +70,7 @@ class TensorStore(Owned):
         the tensors permanent.
     checksums : bool
         Whether to compute CRC-32s on writes, and compare them on reads.
-    direct : "auto", True or False
-        As for :func:`tensorferry.read` and :func:`tensorferry.write`.
-    engine, block_size, queue_depth
+    engine : str, optional
         As for :func:`tensorferry.open`. With several directories, each has separate worker threads.
 
     Raises
@@ -110,39 +106,26 @@ class TensorStore(Owned):
         weights: Sequence[float] | None = None,
         temporary: bool = True,
         checksums: bool = True,
-        direct: Direct = "auto",
         engine: str | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
     ) -> None:
         paths = _checked_directories(directories)
         shares = _checked_weights(weights, len(paths))
-        mode = direct_mode(direct)
-        self._set_up(len(paths), bool(checksums), (engine, block_size, queue_depth))
+        self._set_up(len(paths), bool(checksums), engine)
         try:
             for path in map(pathlib.Path, paths):
                 with publication.storage_errors(path, "making a directory for a store"):
                     self._made_in += publication.make_directory(path, sync=False)
                 self._folders.append(Folder(str(path)))
-            commits = self._commits = None if temporary else Commits(self._folders, CHUNK_NBYTES)
+            commits = self._commits = None if temporary else Commits(self._folders)
             if commits is not None:
                 self._keep_spares()
-            self._add_directories(mode, _names_of(commits.run) if commits else None, shares)
+            self._add_directories(_names_of(commits.run) if commits else None, shares)
         except BaseException:
             self._release()
             raise
 
     @classmethod
-    def open(
-        cls,
-        path: Path | Sequence[Path],
-        *,
-        previous: bool = False,
-        direct: Direct = "auto",
-        engine: str | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
-    ) -> TensorStore:
+    def open(cls, path: Path | Sequence[Path], *, previous: bool = False) -> TensorStore:
         """Open a snapshot, or the last commit of a store, for reading.
 
         Parameters
@@ -151,8 +134,6 @@ class TensorStore(Owned):
             The directories of the snapshot or the store: the same number, in the same order, as at its creation.
         previous : bool
             Open the previous commit, which ``commit(keep_previous=True)`` has kept, instead of the last one.
-        direct, engine, block_size, queue_depth
-            As for the constructor.
 
         Raises
         ------
@@ -161,20 +142,19 @@ class TensorStore(Owned):
             overwrite it (EBUSY).
         """
         paths = _checked_directories(path)
-        mode = direct_mode(direct)
         store = cls.__new__(cls)
-        store._set_up(len(paths), True, (engine, block_size, queue_depth))
+        store._set_up(len(paths), True)
         store._writable = False
         try:
             store._folders = [Folder(path) for path in paths]
-            store._add_directories(mode, None, [1.0] * len(paths))
+            store._add_directories(None, [1.0] * len(paths))
             store._open_commit(previous)
         except BaseException:
             store._release()
             raise
         return store
 
-    def _set_up(self, count: int, checksums: bool, settings: tuple[Any, Any, Any]) -> None:
+    def _set_up(self, count: int, checksums: bool, engine: str | None = None) -> None:
         # `_lock` guards the tables, and is held for computations only. The others are held for a whole close(), or for
         # a whole commit or snapshot. Lock order: _closing, _committing, `growing` of a directory, _lock.
         self._lock = threading.RLock()
@@ -182,14 +162,14 @@ class TensorStore(Owned):
         self._closing = threading.RLock()
         self._committing = threading.RLock()
         self._set_owner()
-        self._checksums, self._chunk_nbytes = checksums, CHUNK_NBYTES
+        self._checksums = checksums
         self._writable, self._closed = True, False
         self._has_ended = False  # close() has completed
         self._record = b""
         self._names: dict[str, TensorVersion] = {}
-        # What is in progress, as ordered sets, and the errors of failed writes.
+        # What is in progress, the oldest write first, and the errors of failed writes.
         self._writing: dict[TensorVersion, str] = {}
-        self._reading: dict[Read, None] = {}
+        self._reading = PendingFutures()
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
         self._folders: list[Folder] = []
@@ -199,18 +179,17 @@ class TensorStore(Owned):
         when_dropped(self, _close_all, self._spares)
         # Invalid settings raise before any directory is made. Several directories have separate workers.
         self._own_schedulers: list[_core.Scheduler] = []
-        for _ in range(count):
-            own: _core.Scheduler | None = scheduler_for_settings(*settings)
-            if own is None and count > 1:
-                own = runtime.make_scheduler(Settings.of())
-            self._own_schedulers += [] if own is None else [own]
+        while engine is not None or count > 1:
+            self._own_schedulers.append(runtime.make_scheduler(Settings.of(engine=engine)))
+            if len(self._own_schedulers) == count:
+                break
         self._schedulers = self._own_schedulers or [runtime.default_scheduler()]
 
     def _add_directories(
-        self, direct: str, new_name: Callable[[], str] | None, weights: Sequence[float]
+        self, new_name: Callable[[], str] | None, weights: Sequence[float]
     ) -> None:
         for folder, scheduler, weight in zip(self._folders, self._schedulers, weights, strict=True):
-            how = (self._grown, direct, new_name, weight, self._writable)
+            how = (self._grown, new_name, weight, self._writable)
             self._directories.append(StoreDirectory(folder, scheduler, *how))
 
     def _open_commit(self, previous: bool) -> None:
@@ -244,10 +223,10 @@ class TensorStore(Owned):
         segments = [
             Segment(self._directories[at], name, None, True) for at, name in manifest.segments
         ]
-        self._record, self._chunk_nbytes = manifest.record, manifest.chunk_nbytes
+        self._record = manifest.record
         for name, (info, number, offset, chunks) in manifest.tensors.items():
-            piece = Piece(segments[number], offset, info.nbytes)
-            self._names[name] = TensorVersion(info, piece, chunks)
+            kept = KeptTensor(info, Piece(segments[number], offset, info.nbytes), chunks)
+            self._names[name] = TensorVersion(info, kept)
         for directory in self._directories:
             directory.segments = {one: None for one in segments if one.directory is directory}
         for segment in segments:
@@ -276,7 +255,7 @@ class TensorStore(Owned):
 
     # Tensors
 
-    def write(self, name: str, array: Any, priority: Priority = "normal") -> Future[Any]:
+    def write(self, name: str, array: Any) -> Future[Any]:
         """Begin to store an array under a name. It replaces the tensor that was stored under this name.
 
         Parameters
@@ -285,8 +264,6 @@ class TensorStore(Owned):
             The name, which may be any string.
         array : torch.Tensor, numpy.ndarray, buffer, GPU array, or iterable of these
             The data, as for :func:`tensorferry.write`. Do not change it before the future is done.
-        priority : "normal" or "background"
-            As for :func:`tensorferry.write`.
 
         Returns
         -------
@@ -302,24 +279,28 @@ class TensorStore(Owned):
         """
         if not isinstance(name, str):
             raise TypeError(f"name: {name!r} is not a string")
-        background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
-        version = TensorVersion(info_of(array, memory[1]), None)
-        version.future = future = StoreFuture(array, memory)
+        version = TensorVersion(info_of(array, memory[1]))
+        future = StoreFuture(array, memory)
+        sums = _core.Checksums(CHUNK_NBYTES, False, (), False) if self._checksums else None
         with transfers.named(f"writing tensor {name!r}"):
-            self._begin_write(version, memory, self._directories, background)
+            piece = self._allocate(memory[1], self._directories)
+            file = piece.segment.open()
+            request = transfers.submit(file, piece, memory, future, sums, write=True)
+        future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
+        future._is_about(True, name, 0, memory[1])
+        version.write = transfers.Write(request, future, piece, sums)
         with self._lock:
             self._check_open()
             version.previous = self._names.get(name)
             self._writing[version] = name
             self._names[name] = version
-        future._is_about(True, name, 0, memory[1])
         self._tidy()
         return future
 
-    def read(self, name: str, out: Any = None, priority: Priority = "normal") -> Future[Any]:
-        """Begin to read the tensor that is stored under a name.
+    def read(self, name: str, out: Any = None) -> Future[Any]:
+        """Begin to read the tensor that is stored under a name. If it is being written, first wait for the write.
 
         Parameters
         ----------
@@ -329,8 +310,6 @@ class TensorStore(Owned):
             The destination, with exactly the tensor's number of bytes, as for :func:`tensorferry.read`. By default a
             new array of the same kind, dtype and shape as the one that was written: a torch tensor in host memory, a
             NumPy array, or a bytearray for other data.
-        priority : "normal" or "background"
-            As for :func:`tensorferry.read`.
 
         Returns
         -------
@@ -340,29 +319,32 @@ class TensorStore(Owned):
         Raises
         ------
         KeyError
-            No tensor is stored under the name, and none is being written.
+            No tensor is stored under the name.
         ValueError, TypeError
             An argument is invalid. Nothing was read.
+        StorageError
+            The file cannot be opened.
         """
-        background = in_background(priority)
         self._enter()
-        with self._lock:
-            version = self._version_of(name)
-        expected = None
-        if out is None:
-            expected, out = version.info, new_array(resolved(version.info))
-        out, memory = memory_or_segments(out, writable=True)
-        if memory[1] != version.info.nbytes:
-            raise ValueError(
-                f"out: tensor {name!r} has {version.info.nbytes} bytes, and out has {memory[1]}"
-            )
-        future = StoreFuture(out, memory)
-        read = Read(self, version, memory, future, expected, background=background)
-        with self._lock:
-            self._check_open()
-            self._reading[read] = None
-        read.begin_after_write()
-        future._start(read, read.check_memory)
+        with transfers.named(f"reading tensor {name!r}"):
+            info, piece, chunks = self._written(name)
+            if out is None:
+                out = new_array(resolved(info))
+            out, memory = memory_or_segments(out, writable=True)
+            if memory[1] != info.nbytes:
+                raise ValueError(
+                    f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
+                )
+            future, sums = StoreFuture(out, memory), None
+            if chunks is not None:
+                # The caller may not use the memory before the read succeeds, so the data can be verified there.
+                sums = _core.Checksums(CHUNK_NBYTES, False, chunks, True)
+            file = piece.segment.open()  # without the lock, because this may be slow
+            with self._lock:
+                self._check_open()
+                request = transfers.submit(file, piece, memory, future, sums, write=False)
+                self._reading.add(future)
+        future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(False, name, 0, memory[1])
         return future
 
@@ -396,25 +378,6 @@ class TensorStore(Owned):
         with self._lock:
             self._sweep()
             return iter(list(self._names))
-
-    def _begin_write(
-        self,
-        version: TensorVersion,
-        memory: AnyMemory,
-        directories: Sequence[StoreDirectory],
-        background: bool,
-    ) -> None:
-        """Allocate a piece for a version, and begin to write it."""
-        piece = self._allocate(memory[1], directories)
-        file, future = piece.segment.open(), version.future
-        assert future is not None
-        if self._checksums:
-            version.sums = _core.Checksums(self._chunk_nbytes, False, (), False)
-        version.piece = piece
-        version.write = transfers.submit(
-            file, piece, memory, future, version.sums, [], write=True, background=background
-        )
-        future._start(version.write, lambda: transfers.moved(memory, file.path, piece.offset))
 
     def _allocate(
         self,
@@ -556,17 +519,17 @@ class TensorStore(Owned):
                 raise ValueError(
                     f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {places[-1][2]})"
                 )
-            version = self._written_version(name)
+            info, piece, _ = self._written(name)
             offset = integer(offset, "offset", 0)
             nbytes = integer(nbytes, "nbytes", 0)
-            end, whole = offset + nbytes, version.info.nbytes
-            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or end > whole or version.piece is None:
+            end, whole = offset + nbytes, info.nbytes
+            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or end > whole:
                 raise ValueError(
                     f"ranges: cannot map {nbytes} bytes at offset {offset} of tensor {name!r}, which has {whole} bytes "
                     f"(offsets must be multiples of {mmap.PAGESIZE})"
                 )
-            pieces.append(version.piece)
-            places.append((pieces[-1].segment.open(), pieces[-1].offset + offset, nbytes))
+            pieces.append(piece)
+            places.append((piece.segment.open(), piece.offset + offset, nbytes))
         if not places:
             raise ValueError("ranges: the iterable is empty")
         with self._lock:  # keeps close() from closing the files during the call
@@ -574,19 +537,18 @@ class TensorStore(Owned):
             files, offsets, sizes = zip(*places, strict=True)
             return _core.map_pieces(files, offsets, sizes, pieces).bytes(0, sum(sizes))
 
-    def _written_version(self, name: str) -> TensorVersion:
-        """Wait for a tensor's write, and return its version; or the one before, if the write has failed."""
+    def _written(self, name: str) -> KeptTensor:
+        """Wait for a tensor's write, and return the tensor; or the one before, if the write has failed."""
         with self._lock:
             version: TensorVersion | None = self._version_of(name)
         while version is not None:
             if (write := version.write) is not None:
-                write.wait(None)
-            self._settle(version)
-            if version.piece is not None:
-                return version
+                write.request.wait(None)
+                self._settle(version)
+            if version.kept is not None:
+                return version.kept
             version = version.previous
-        message = "no data is stored under this name, because no write of it has succeeded"
-        raise StorageError(None, f"tensor {name!r}: {message}")
+        raise KeyError(name)
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Save the current tensors to a new directory, for :meth:`open`. This waits for writes that are in progress.
@@ -642,7 +604,7 @@ class TensorStore(Owned):
         linked = [each.piece for each in contents.tensors.values() if each.piece.segment in places]
         self._sync(places)
         targets = [
-            StoreDirectory(folder, scheduler, self._grown, "auto", new_name)
+            StoreDirectory(folder, scheduler, self._grown, new_name)
             for folder, scheduler in zip(folders, self._schedulers, strict=False)
         ]
         tensors = dict(contents.tensors)
@@ -657,7 +619,7 @@ class TensorStore(Owned):
             failures = [target.close() for target in targets]
         for failure in filter(None, failures):
             raise failure
-        empty = manifests.Manifest(run, run, None, len(folders), 0, self._chunk_nbytes, b"", [], {})
+        empty = manifests.Manifest(run, run, None, len(folders), 0, b"", [], {})
         found = Contents(contents.record, tensors).manifest(places, empty)
         with publication.storage_errors(folders[0].path, "writing the manifest of a snapshot"):
             path = pathlib.Path(folders[0].inner, manifests.name_of(1))
@@ -686,7 +648,7 @@ class TensorStore(Owned):
             pieces[name] = self._allocate(kept.info.nbytes, directories)
             items.setdefault(kept.piece.segment, []).append((name, kept, pieces[name]))
         for each in items.values():
-            transfers.copy_pieces(each, self._chunk_nbytes)
+            transfers.copy_pieces(each)
         return pieces
 
     def _rewrite(self, segments: Sequence[Segment]) -> None:
@@ -698,13 +660,13 @@ class TensorStore(Owned):
                 directory.purge()
             versions = {name: one.last_kept() for name, one in self._names.copy().items()}
         moving = {
-            name: KeptTensor(one.info, one.piece, one.chunks)
+            name: one.kept
             for name, one in versions.items()
-            if one is not None and one.piece is not None and one.piece.segment in segments
+            if one is not None and one.kept is not None and one.kept.piece.segment in segments
         }
         for name, piece in self._copy(moving, self._directories).items():
             if (version := versions[name]) is not None:
-                version.piece = piece
+                version.kept = moving[name]._replace(piece=piece)
 
     def _rescue(self) -> None:
         """Copy tensors out of segments that could not be synced, if checksums can show that their data are intact."""
@@ -855,7 +817,7 @@ class TensorStore(Owned):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
         for version in list(self._writing):
             if (write := version.write) is not None:
-                write.wait(None)
+                write.request.wait(None)
         with self._lock:
             self._check_open()
             self._sweep()
@@ -865,9 +827,9 @@ class TensorStore(Owned):
             return Contents(
                 record,
                 {
-                    name: KeptTensor(kept.info, kept.piece, kept.chunks)
+                    name: kept.kept
                     for name, version in self._names.copy().items()  # a finalizer may delete a name
-                    if (kept := version.last_kept()) is not None and kept.piece is not None
+                    if (kept := version.last_kept()) is not None and kept.kept is not None
                 },
             )
 
@@ -890,7 +852,8 @@ class TensorStore(Owned):
             schedulers = list(dict.fromkeys(self._schedulers))
             return {
                 "tensors": len(self._names),
-                "in_flight": len(self._writing) + len(self._reading),
+                "in_flight": len(self._writing)
+                + sum(not one.done() for one in self._reading.alive()),
                 "directories": [directory.stats() for directory in self._directories],
                 "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
             }
@@ -930,7 +893,6 @@ class TensorStore(Owned):
             with self._lock:
                 self._names.clear()
                 self._writing.clear()
-                self._reading.clear()
             self._release(patient=not timed_out)
             self._has_ended = True
             if timed_out and not self._own_schedulers:
@@ -942,12 +904,16 @@ class TensorStore(Owned):
     def _finish(self) -> bool:
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
         waits: list[Callable[[float], bool]]
-        waits = [one.write.wait for one in list(self._writing) if one.write is not None]
-        waits += [one.wait for one in list(self._reading)]
+        futures: list[Future[Any]]
+        futures = [one.write.future for one in list(self._writing) if one.write is not None]
+        futures += [one for one in self._reading.alive() if one._request is not None]
+        waits = [one._request.wait for one in futures]
         waits += [
             one.file.retire for each in self._directories for one in each.segments if one.file
         ]
         ended = all(runtime.wait_while_progressing(wait, *self._schedulers) for wait in waits)
+        for future in futures:
+            future.done()  # checks now that the array still has its memory
         with self._lock:
             self._sweep()
         return ended
@@ -981,50 +947,47 @@ class TensorStore(Owned):
 
     def _settle(self, version: TensorVersion) -> None:
         """Update the tables if a version's write has ended. If this is interrupted, the next call repeats it."""
-        if version.write is None or self.is_parents or not version.write.done():
-            return
         with self._lock:
-            name, future = self._writing.get(version, ""), version.future
-            if version.write is None or future is None:
+            name = self._writing.get(version, "")
+            if (write := version.write) is None or not write.request.done():
                 return
-            if (error := version.settle()) is not None:
+            if (error := write.future._settle()) is None:
+                version.kept = write.kept(version.info)
+                write.piece.segment.written += 1
+                version.previous = None
+            else:
                 if error.errno != errno.ECANCELED:
                     error = transfers.with_context(error, f"writing tensor {name!r}")
-                    self._failed.append((error, future.outcome))
+                    self._failed.append((error, write.future.outcome))
                 if self._names.get(name) is version:
                     before = version.previous
-                    while before is not None and before.piece is None:  # failed, too
-                        before = before.previous
+                    while before is not None and before.write is None and before.kept is None:
+                        before = before.previous  # that one has failed, too
                     if before is None:
                         self._names.pop(name, None)
                     else:
                         self._names[name] = before
-            version.write = version.sums = version.future = None
+            version.write = None
             self._writing.pop(version, None)
 
     def _sweep_sometimes(self) -> None:
-        """Drop transfers that have ended, with their arrays: the oldest ones, and others only if there are many.
+        """Settle the writes that have ended: the oldest ones, and others only if there are many.
 
-        Between two complete checks, the number of transfers doubles. So the cost of these checks is constant for each
-        transfer on average.
+        Between two complete checks, the number of writes doubles. So the cost of these checks is constant for each
+        write on average.
         """
         while (version := next(iter(self._writing), None)) is not None:
             self._settle(version)
             if version.write is not None:
                 break
-        while (read := next(iter(self._reading), None)) is not None and read.done():
-            self._reading.pop(read, None)
-        if len(self._writing) + len(self._reading) >= self._sweep_at_count:
+        if len(self._writing) >= self._sweep_at_count:
             self._sweep()
-            self._sweep_at_count = 2 * (len(self._writing) + len(self._reading)) + 64
+            self._sweep_at_count = 2 * len(self._writing) + 64
 
     def _sweep(self) -> None:
-        """Drop all transfers that have ended."""
+        """Settle all writes that have ended."""
         for version in list(self._writing):
             self._settle(version)
-        for read in list(self._reading):
-            if read.done():
-                self._reading.pop(read, None)
 
     # Checks
 
