@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pathlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredTensor
 from tensorferry.store.tensors import text_of
-from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -70,8 +68,6 @@ class Commits:
         self._folders = folders
         for folder in folders:
             folder.lock(self.run)
-        # A commit needs a rename. Report now if the file system does not support it.
-        publication.check_renames(pathlib.Path(folders[0].inner), replaced=False)
         existing = manifests.numbers_in(folders[0].names(), folders[0].path)
         self._next = max(existing, default=0) + 1
         self.last = None  # the number of the last commit
@@ -117,32 +113,24 @@ class Commits:
         StorageError
             The manifest cannot be written. The last commit is this one, or still the one before.
         """
-        first, number, previous = self._folders[0], self._next, self.last if keep_previous else None
+        number, previous = self._next, self.last if keep_previous else None
         data = manifests.to_bytes(manifest._replace(previous=previous))
-        # The other folders get theirs when the commit exists. Until then they have no files that must be kept.
-        for at, folder in enumerate(self._folders[: 1 if self.has_committed else None]):
-            if folder is not first:
+        # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
+        self._kept[number] = [one.name or "" for one in contents.segments()], contents
+        self._next += 1
+        try:
+            self._folders[0].write(manifests.name_of(number), data, sync=sync)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self.drop(self._kept.keys() - {number}, durably=True)
+            raise
+        # The other folders get theirs when the first commit exists. Until then they have no files that must be kept.
+        for at, folder in enumerate(self._folders):
+            if at > 0 and not self.has_committed and manifests.find(folder) is None:
                 data = manifests.to_bytes(self.empty._replace(directory=at))
-            temporary = f".tensorferry-store-{self.run}.tmp"
-            with publication.storage_errors(folder.path, "writing the manifest of a store"):
-                path = pathlib.Path(folder.inner, temporary)
-                with publication.remove_on_error(path):
-                    publication.write_temporary(path, data, sync=sync)
-                    if folder is first:
-                        # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
-                        self._kept[number] = (
-                            [one.name or "" for one in contents.segments()],
-                            contents,
-                        )
-                        self._next += 1
-                    name = manifests.name_of(number if folder is first else 1)
-                    publication.rename(temporary, name, directory=folder.descriptor)
-                if sync:
-                    folder.sync()
+                folder.write(manifests.name_of(1), data, sync=sync)
         self.last, self._synced, self.has_committed = number, sync, True
-        with contextlib.suppress(
-            StorageError
-        ):  # the commit has succeeded; the next one tries again
+        with contextlib.suppress(StorageError):  # the next commit tries again
             self.drop({number, previous})
 
     def drop(self, kept: Collection[int | None], *, durably: bool = False) -> None:

@@ -46,8 +46,7 @@ _MAX_NBYTES = 1 << 31
 _NAME = re.compile(r"tensorferry-store-([1-9]\d{0,17})\.json", re.ASCII)
 _OLD_NAME = "tensorferry-store.json"  # of a format that was never released
 _IDENTIFIERS = re.compile(r"[0-9a-f]{16} [0-9a-f]{16}", re.ASCII)
-# The names of segments and of temporary files, with the run.
-_OWN_NAME = re.compile(r"\.?tensorferry-store-([0-9a-f]{16})(-\d{1,18}\.segment|\.tmp)", re.ASCII)
+_SEGMENT = re.compile(r"tensorferry-store-([0-9a-f]{16})-\d{1,18}\.segment", re.ASCII)
 
 
 class StoredTensor(NamedTuple):
@@ -78,8 +77,8 @@ def name_of(number: int) -> str:
 
 
 def run_of(name: str) -> str | None:
-    """Return the run in the name of a segment or a temporary file, or None for any other name."""
-    match = _OWN_NAME.fullmatch(name)
+    """Return the run in the name of a segment, or None for any other name."""
+    match = _SEGMENT.fullmatch(name)
     return match and match[1]
 
 
@@ -162,7 +161,7 @@ def _checked(content: Manifest) -> Manifest:
     if not directory < count <= MAX_DIRECTORIES:
         raise ValueError(f"it is number {directory} of {count} directories")
     for at, name in segments:
-        if at >= count or run_of(name) is None or not name.endswith(".segment"):
+        if at >= count or run_of(name) is None:
             raise ValueError(f"{name!r} in directory {at} is not a segment")
     found: dict[str, StoredTensor] = {}
     for name, *stored in tensors:

@@ -163,10 +163,9 @@ class StoreDirectory:
         self.closed = False
         self.has_new_names = True  # since the directory was synced
         self.live_nbytes = 0  # the space of the pieces in use, except those in frozen segments
-        self.free_nbytes = 0  # the space of the free pieces, and of those in shared segments
-        self.shared_free_nbytes = 0
+        self.free_nbytes = 0  # the space of the free pieces
         self.reserved_nbytes = 0  # the space that reserve() has promised
-        # The bytes that were written since the last commit, and between the last one and the one before it.
+        # The bytes that were written since the last commit, and between that and the one before it.
         self.changed_nbytes = self.earlier_nbytes = 0
         self.dropped: deque[Extent] = deque()
         self._free: dict[int, list[Piece]] = {}  # by size; the size that was freed last comes last
@@ -191,9 +190,8 @@ class StoreDirectory:
         if not (pieces := self._free.get(nbytes)):
             return None
         piece = pieces.pop()
-        self._count_free(piece, -1)
+        self.free_nbytes -= nbytes
         self.live_nbytes += nbytes
-        self.changed_nbytes += nbytes
         return piece
 
     def reclaim(self) -> None:
@@ -216,9 +214,7 @@ class StoreDirectory:
         self.reclaim()
         used = {one: one.used_nbytes for one in self.segments}
         self._free = {size: pieces for size, pieces in self._free.items() if pieces}
-        self.free_nbytes = self.shared_free_nbytes = 0
-        for piece in self.free_pieces():
-            self._count_free(piece, 1)
+        self.free_nbytes = sum(piece.nbytes for piece in self.free_pieces())
         self.live_nbytes = sum(n for one, n in used.items() if not one.frozen) - self.free_nbytes
         self._has_empty = True
         tail = 0 if self._shared is None else self._shared.nbytes - self._shared.end
@@ -253,11 +249,7 @@ class StoreDirectory:
         pieces = self._free.pop(piece.nbytes, [])
         pieces.append(piece)
         self._free[piece.nbytes] = pieces
-        self._count_free(piece, 1)
-
-    def _count_free(self, piece: Piece, sign: int) -> None:
-        self.free_nbytes += sign * piece.nbytes
-        self.shared_free_nbytes += 0 if piece.segment.alone else sign * piece.nbytes
+        self.free_nbytes += piece.nbytes
 
     # Files. The caller does not hold the store's lock.
 
@@ -329,7 +321,6 @@ class StoreDirectory:
             # First, so after an interrupt the next piece comes behind this range.
             segment.end += nbytes
             self.live_nbytes += nbytes
-            self.changed_nbytes += nbytes
             return Piece(segment, offset, nbytes)
 
     def _extend(self, segment: Segment, nbytes: int, step: int, keep: bool) -> None:
@@ -414,7 +405,7 @@ class StoreDirectory:
         excess = self.free_nbytes - due
         if excess > 0 or self._has_empty:
             self.shrink(excess, max(reserved, 0))
-        excess = self.shared_free_nbytes - due
+        excess = self.free_nbytes - due
         if excess <= 0:
             return []
         free: Counter[Segment] = Counter()
@@ -454,7 +445,7 @@ class StoreDirectory:
                 self._free[size] = [piece for piece in self._free[size] if piece not in due]
                 nbytes -= size * len(alone)
                 for piece in alone:
-                    self._count_free(piece, -1)
+                    self.free_nbytes -= piece.nbytes
                     del piece.segment.extents[0]
                     found = self._has_empty = True
         if self._has_empty:

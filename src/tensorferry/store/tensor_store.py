@@ -286,6 +286,7 @@ class TensorStore(Owned):
         sums = _core.Checksums(CHUNK_NBYTES, False, (), False) if self._checksums else None
         with transfers.named(f"writing tensor {name!r}"):
             piece = self._allocate(memory[1], self._directories)
+            piece.segment.directory.changed_nbytes += piece.nbytes
             file = piece.segment.open()
             request = transfers.submit(file, piece, memory, future, sums, write=True)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
@@ -460,7 +461,6 @@ class TensorStore(Owned):
     def _fill(self, sizes: Counter[int], *, reserve: bool = False) -> None:
         """Make more free pieces, of these sizes, and ``reserve`` all that there are. On failure nothing changes."""
         pieces: list[Piece] = []
-        changed = [directory.changed_nbytes for directory in self._directories]
         try:
             for size in sorted(sizes.elements(), reverse=True):
                 pieces.append(self._allocate(size, self._directories, new=True))
@@ -475,10 +475,6 @@ class TensorStore(Owned):
             for directory, nbytes in made:
                 directory.shrink(nbytes)
             raise
-        finally:
-            pieces.clear()
-            for directory, nbytes in zip(self._directories, changed, strict=True):
-                directory.changed_nbytes = nbytes
 
     # Mappings, snapshots and commits
 
@@ -621,9 +617,7 @@ class TensorStore(Owned):
             raise failure
         empty = manifests.Manifest(run, run, None, len(folders), 0, b"", [], {})
         found = Contents(contents.record, tensors).manifest(places, empty)
-        with publication.storage_errors(folders[0].path, "writing the manifest of a snapshot"):
-            path = pathlib.Path(folders[0].inner, manifests.name_of(1))
-            publication.write_temporary(path, manifests.to_bytes(found), sync=True)
+        folders[0].write(manifests.name_of(1), manifests.to_bytes(found), sync=True)
         # The store reserves as much space as before.
         with self._lock:
             linked += [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import os
 from array import array as numbers
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ from tensorferry.transfer.requests import submit_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import IO
 
     from tensorferry.store.segments import Piece, Segment
     from tensorferry.transfer.arrays import AnyMemory
@@ -144,42 +144,38 @@ def copy_pieces(items: Sequence[tuple[str, KeptTensor, Piece]]) -> None:
     StorageError
         A tensor cannot be read or written, or does not match its checksums, or may be damaged and has none.
     """
-    source, window, begin = items[0][1].piece.segment, memoryview(b""), 0
+    source = items[0][1].piece.segment
     file = source.open()
-    writing: dict[Segment, int] = {}
     with contextlib.ExitStack() as stack:
-        reading = stack.enter_context(_buffered(file, os.O_RDONLY))
+        reading = stack.enter_context(_buffered(file, "rb"))
+        writing: dict[Segment, IO[bytes]] = {}
         for name, (info, piece, chunks), target in items:
-            with named(f"copying tensor {name!r}"):
+            with named(f"copying tensor {name!r}"), storage_errors(file.path):
                 if chunks is None:
                     source.check_synced()
                 if (segment := target.segment) not in writing:
-                    descriptor = _buffered(segment.open(), os.O_WRONLY)
-                    writing[segment] = stack.enter_context(descriptor)
+                    writing[segment] = stack.enter_context(_buffered(segment.open(), "r+b"))
+                reading.seek(piece.offset)
+                writing[segment].seek(target.offset)
                 for at in range(0, info.nbytes, CHUNK_NBYTES):
-                    offset, size = piece.offset + at, min(CHUNK_NBYTES, info.nbytes - at)
-                    if offset < begin or offset + size > begin + len(window):
-                        window = memoryview(os.pread(reading, _WINDOW_NBYTES, offset))
-                        begin = offset
-                    data = window[offset - begin :][:size]
+                    data = reading.read(size := min(CHUNK_NBYTES, info.nbytes - at))
                     if chunks is not None and _core.crc32(data) != chunks[at // CHUNK_NBYTES]:
-                        error = ChecksumError(None, "Checksum mismatch", file.path, offset=offset)
-                        error.nbytes = size
+                        error = ChecksumError(None, "Checksum mismatch", file.path)
+                        error.offset, error.nbytes = piece.offset + at, size
                         raise error
-                    if os.pwrite(writing[segment], data, target.offset + at) != size:
+                    if writing[segment].write(data) != size:
                         raise OSError(errno.EIO, "A part of the tensor could not be copied")
             segment.written += 1
 
 
 @contextlib.contextmanager
-def _buffered(file: _core.File, flags: int) -> Iterator[int]:
-    """Open a file again, without O_DIRECT, and yield the descriptor."""
-    with storage_errors(file.path, "copying a tensor"):
-        descriptor = os.open(f"{OWN_FILES}/{file.descriptor}", flags | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+def _buffered(file: _core.File, mode: str) -> Iterator[IO[bytes]]:
+    """Open a file again for the block, without O_DIRECT."""
+    with (
+        storage_errors(file.path, "copying a tensor"),
+        open(f"{OWN_FILES}/{file.descriptor}", mode, _WINDOW_NBYTES) as opened,
+    ):
+        yield opened
 
 
 def moved(memory: AnyMemory, path: str, offset: int) -> StorageError | None:
