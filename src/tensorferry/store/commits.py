@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredTensor
-from tensorferry.store.tensors import text_of
+from tensorferry.store.tensors import TensorInfo, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +41,7 @@ class Contents(NamedTuple):
         at = {segment: number for number, segment in enumerate(places)}
         tensors = {
             name: StoredTensor(
-                info._replace(dtype=text_of(info.dtype)), at[piece.segment], piece.offset, chunks
+                TensorInfo(text_of(info.dtype), *info[1:]), at[piece.segment], piece.offset, chunks
             )
             for name, (info, piece, chunks) in self.tensors.items()
         }

@@ -190,7 +190,7 @@ def _tensor(tensor: str, count: int, *stored: Any) -> StoredTensor:
 
 
 def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value <= MAX_FILE_NBYTES for value in values)
+    return {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= MAX_FILE_NBYTES
 
 
 def read(folder: Folder, number: int) -> Manifest | None:

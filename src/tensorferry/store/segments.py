@@ -194,6 +194,10 @@ class StoreDirectory:
         self.live_nbytes += nbytes
         return piece
 
+    def carve(self, nbytes: int) -> Piece | None:
+        """Return a new piece for a small tensor if the shared file has space for it at its end, else None."""
+        return self._carve(self._shared, nbytes) if nbytes < LARGE_NBYTES else None
+
     def reclaim(self) -> None:
         """Make the pieces free to which nothing refers any more."""
         while self.dropped:
@@ -282,7 +286,7 @@ class StoreDirectory:
                 alone = nbytes >= LARGE_NBYTES and self._may_have_file()
                 segment = None if alone else self._shared
                 # Another thread may have extended the file while this one waited, or may take what this one adds.
-                while segment is None or (piece := self._carve(segment, nbytes)) is None:
+                while (piece := self._carve(segment, nbytes)) is None:
                     largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
                     if segment is None or segment.frozen or segment.end + nbytes > largest:
                         segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
@@ -298,9 +302,9 @@ class StoreDirectory:
                 with self._lock:
                     self.is_growing = False
                     self._lock.notify_all()
-        if alone and segment.file is not None and self._new_name is not None:
-            segment.file.close()
-            segment.file = None
+        if alone and self._new_name is not None and (file := piece.segment.file) is not None:
+            file.close()
+            piece.segment.file = None
         return piece
 
     def _may_have_file(self) -> bool:
@@ -308,14 +312,14 @@ class StoreDirectory:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         return self._new_name is not None or 2 * len(self.segments) < limit
 
-    def _carve(self, segment: Segment, nbytes: int) -> Piece | None:
+    def _carve(self, segment: Segment | None, nbytes: int) -> Piece | None:
         """Return a new piece at the end of a segment, or None if it has to be extended first."""
         with self._lock:
             if self.closed:
                 raise ValueError("the store was closed during this call")
-            offset = segment.end
-            if segment.frozen or offset + nbytes > segment.nbytes:
+            if segment is None or segment.frozen or segment.end + nbytes > segment.nbytes:
                 return None
+            offset = segment.end
             self.segments[segment] = None
             self._shared = self._shared if segment.alone else segment
             # First, so after an interrupt the next piece comes behind this range.

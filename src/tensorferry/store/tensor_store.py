@@ -161,6 +161,7 @@ class TensorStore(Owned):
         self._grown = threading.Condition(self._lock)  # notified when a file was made
         self._closing = threading.RLock()
         self._committing = threading.RLock()
+        self._locks = [self._lock, self._committing]  # and `growing` of each directory
         self._set_owner()
         self._checksums = checksums
         self._writable, self._closed = True, False
@@ -191,6 +192,7 @@ class TensorStore(Owned):
         for folder, scheduler, weight in zip(self._folders, self._schedulers, weights, strict=True):
             how = (self._grown, new_name, weight, self._writable)
             self._directories.append(StoreDirectory(folder, scheduler, *how))
+            self._locks.append(self._directories[-1].growing)
 
     def _open_commit(self, previous: bool) -> None:
         """Find a commit, and add its tensors."""
@@ -327,24 +329,25 @@ class TensorStore(Owned):
             The file cannot be opened.
         """
         self._enter()
-        with transfers.named(f"reading tensor {name!r}"):
-            info, piece, chunks = self._written(name)
-            if out is None:
-                out = new_array(resolved(info))
-            out, memory = memory_or_segments(out, writable=True)
-            if memory[1] != info.nbytes:
-                raise ValueError(
-                    f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
-                )
-            future, sums = StoreFuture(out, memory), None
-            if chunks is not None:
-                # The caller may not use the memory before the read succeeds, so the data can be verified there.
-                sums = _core.Checksums(CHUNK_NBYTES, False, chunks, True)
-            file = piece.segment.open()  # without the lock, because this may be slow
-            with self._lock:
-                self._check_open()
-                request = transfers.submit(file, piece, memory, future, sums, write=False)
-                self._reading.add(future)
+        info, piece, chunks = self._written(name)
+        if out is None:
+            out = new_array(resolved(info))
+        out, memory = memory_or_segments(out, writable=True)
+        if memory[1] != info.nbytes:
+            raise ValueError(
+                f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
+            )
+        future, sums = StoreFuture(out, memory), None
+        if chunks is not None:
+            # The caller may not use the memory before the read succeeds, so the data can be verified there.
+            sums = _core.Checksums(CHUNK_NBYTES, False, chunks, True)
+        if (file := piece.segment.file) is None:
+            with transfers.named(f"reading tensor {name!r}"):
+                file = piece.segment.open()  # without the lock, because this may be slow
+        with self._lock:
+            self._check_open()
+            request = transfers.submit(file, piece, memory, future, sums, write=False)
+            self._reading.add(future)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(False, name, 0, memory[1])
         return future
@@ -395,6 +398,8 @@ class TensorStore(Owned):
                 directory.reclaim()
                 if piece := directory.take(directory.rounded(nbytes)):
                     return piece
+            if piece := order[0].carve(order[0].rounded(nbytes)):
+                return piece
             # To make a file may be slow. Directories where another thread is not making one come first.
             self._grown.wait_for(
                 lambda: not all(directory.is_growing for directory in order), _GROWTH_SECONDS
@@ -1013,9 +1018,7 @@ class TensorStore(Owned):
             )
 
     def _is_reentrant_call(self) -> bool:
-        locks = [self._lock, self._committing]
-        locks += [directory.growing for directory in self._directories]
-        return any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+        return any(lock._is_owned() for lock in self._locks)  # type: ignore[attr-defined]
 
     def _check_open(self, *, writing: bool = False) -> None:
         self._check_process()
