@@ -26,7 +26,7 @@ from tensorferry.store.folder import Folder
 from tensorferry.store.segments import NO_SPACE, Piece, Segment, StoreDirectory
 from tensorferry.store.snapshots import link, unfinished
 from tensorferry.store.tensors import CHUNK_NBYTES, TensorInfo, info_of, new_array, resolved
-from tensorferry.store.transfers import KeptTensor, StoreFuture, TensorVersion
+from tensorferry.store.transfers import KeptTensor, StoreFuture
 from tensorferry.transfer import publication, runtime
 from tensorferry.transfer.arrays import memory_or_segments
 from tensorferry.transfer.futures import PendingFutures
@@ -87,6 +87,7 @@ class TensorStore(Owned):
     A write creates a new version in its own space. The old version remains until the write has succeeded, and its space
     is then free for the next tensor of this size. A failed write changes nothing. A read returns the data of the last
     write that began before the read, and waits for that write. If the write fails, the read returns the old version.
+    A write, too, waits for an earlier write of the same tensor.
     :meth:`commit`, :meth:`snapshot` and :meth:`close` raise the error of a failed write if nobody has retrieved it.
 
     The store is not reentrant: a signal handler or a finalizer that calls a store while its thread is in a call of the
@@ -167,9 +168,9 @@ class TensorStore(Owned):
         self._writable, self._closed = True, False
         self._has_ended = False  # close() has completed
         self._record = b""
-        self._names: dict[str, TensorVersion] = {}
+        self._names: dict[str, KeptTensor] = {}
         # What is in progress, the oldest write first, and the errors of failed writes.
-        self._writing: dict[TensorVersion, str] = {}
+        self._writing: dict[str, transfers.Write] = {}
         self._reading = PendingFutures()
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
@@ -227,8 +228,8 @@ class TensorStore(Owned):
         ]
         self._record = manifest.record
         for name, (info, number, offset, chunks) in manifest.tensors.items():
-            kept = KeptTensor(info, Piece(segments[number], offset, info.nbytes), chunks)
-            self._names[name] = TensorVersion(info, kept)
+            piece = Piece(segments[number], offset, info.nbytes)
+            self._names[name] = KeptTensor(info, piece, chunks)
         for directory in self._directories:
             directory.segments = {one: None for one in segments if one.directory is directory}
         for segment in segments:
@@ -283,8 +284,7 @@ class TensorStore(Owned):
             raise TypeError(f"name: {name!r} is not a string")
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
-        version = TensorVersion(info_of(array, memory[1]))
-        future = StoreFuture(array, memory)
+        info, future = info_of(array, memory[1]), StoreFuture(array, memory)
         sums = _core.Checksums(CHUNK_NBYTES, False, (), False) if self._checksums else None
         with transfers.named(f"writing tensor {name!r}"):
             piece = self._allocate(memory[1], self._directories)
@@ -293,14 +293,17 @@ class TensorStore(Owned):
             request = transfers.submit(file, piece, memory, future, sums, write=True)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(True, name, 0, memory[1])
-        version.write = transfers.Write(request, future, piece, sums)
-        with self._lock:
-            self._check_open()
-            version.previous = self._names.get(name)
-            self._writing[version] = name
-            self._names[name] = version
+        write = transfers.Write(info, request, future, piece, sums)
+        while not self._has_begun(name, write):
+            self._settle(name, wait=True)
         self._tidy()
         return future
+
+    def _has_begun(self, name: str, write: transfers.Write) -> bool:
+        """Note a write, unless another one of this tensor is in progress."""
+        with self._lock:
+            self._check_open()
+            return self._writing.setdefault(name, write) is write
 
     def read(self, name: str, out: Any = None) -> Future[Any]:
         """Begin to read the tensor that is stored under a name. If it is being written, first wait for the write.
@@ -329,7 +332,8 @@ class TensorStore(Owned):
             The file cannot be opened.
         """
         self._enter()
-        info, piece, chunks = self._written(name)
+        self._settle(name, wait=True)
+        info, piece, chunks = self._names[name]
         if out is None:
             out = new_array(resolved(info))
         out, memory = memory_or_segments(out, writable=True)
@@ -356,8 +360,9 @@ class TensorStore(Owned):
         """Delete a tensor. Raise KeyError if it does not exist. Reads that have already begun still succeed."""
         self._check_open(writing=True)
         with self._lock:
-            self._version_of(name)
-            self._names.pop(name, None)
+            self._settle(name)
+            if (self._writing.pop(name, None), self._names.pop(name, None)) == (None, None):
+                raise KeyError(name)
         if not self._is_reentrant_call():
             self._tidy()
 
@@ -365,14 +370,14 @@ class TensorStore(Owned):
         """Return the dtype, shape and size of a tensor, as last written. Raise KeyError if it does not exist."""
         self._check_open()
         with self._lock:
-            return resolved(self._version_of(name).info)
+            self._settle(name)
+            return resolved((self._writing.get(name) or self._names[name]).info)
 
     def __contains__(self, name: object) -> bool:
         self._check_open()
-        with self._lock, contextlib.suppress(KeyError, TypeError):
-            self._version_of(name)  # type: ignore[arg-type]
-            return True
-        return False
+        if isinstance(name, str):
+            self._settle(name)
+        return name in self._names or name in self._writing
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -381,7 +386,7 @@ class TensorStore(Owned):
         self._check_open()
         with self._lock:
             self._sweep()
-            return iter(list(self._names))
+            return iter(dict.fromkeys([*self._names, *self._writing]))
 
     def _allocate(
         self,
@@ -520,7 +525,8 @@ class TensorStore(Owned):
                 raise ValueError(
                     f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {places[-1][2]})"
                 )
-            info, piece, _ = self._written(name)
+            self._settle(name, wait=True)
+            info, piece, _ = self._names[name]
             offset = integer(offset, "offset", 0)
             nbytes = integer(nbytes, "nbytes", 0)
             end, whole = offset + nbytes, info.nbytes
@@ -537,19 +543,6 @@ class TensorStore(Owned):
             self._check_open()
             files, offsets, sizes = zip(*places, strict=True)
             return _core.map_pieces(files, offsets, sizes, pieces).bytes(0, sum(sizes))
-
-    def _written(self, name: str) -> KeptTensor:
-        """Wait for a tensor's write, and return the tensor; or the one before, if the write has failed."""
-        with self._lock:
-            version: TensorVersion | None = self._version_of(name)
-        while version is not None:
-            if (write := version.write) is not None:
-                write.request.wait(None)
-                self._settle(version)
-            if version.kept is not None:
-                return version.kept
-            version = version.previous
-        raise KeyError(name)
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Save the current tensors to a new directory, for :meth:`open`. This waits for writes that are in progress.
@@ -657,15 +650,16 @@ class TensorStore(Owned):
                 segment.frozen = True
             for directory in self._directories:
                 directory.purge()
-            versions = {name: one.last_kept() for name, one in self._names.copy().items()}
-        moving = {
-            name: one.kept
-            for name, one in versions.items()
-            if one is not None and one.kept is not None and one.kept.piece.segment in segments
-        }
+            moving = {
+                name: one
+                for name, one in self._names.copy().items()
+                if one.piece.segment in segments
+            }
         for name, piece in self._copy(moving, self._directories).items():
-            if (version := versions[name]) is not None:
-                version.kept = moving[name]._replace(piece=piece)
+            copied = moving[name]._replace(piece=piece)
+            with self._lock:
+                if self._names.get(name) is moving[name]:
+                    self._names[name] = copied
 
     def _rescue(self) -> None:
         """Copy tensors out of segments that could not be synced, if checksums can show that their data are intact."""
@@ -814,23 +808,15 @@ class TensorStore(Owned):
         """
         if not isinstance(record, bytes):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
-        for version in list(self._writing):
-            if (write := version.write) is not None:
-                write.request.wait(None)
+        for name in list(self._writing):
+            self._settle(name, wait=True)
         with self._lock:
             self._check_open()
             self._sweep()
             self._raise_failure()
         self._rescue()
         with self._lock:
-            return Contents(
-                record,
-                {
-                    name: kept.kept
-                    for name, version in self._names.copy().items()  # a finalizer may delete a name
-                    if (kept := version.last_kept()) is not None and kept.kept is not None
-                },
-            )
+            return Contents(record, self._names.copy())
 
     def _raise_failure(self) -> None:
         """Raise the error of the first failed write of which nobody knows, once."""
@@ -850,7 +836,7 @@ class TensorStore(Owned):
             self._sweep()
             schedulers = list(dict.fromkeys(self._schedulers))
             return {
-                "tensors": len(self._names),
+                "tensors": len({*self._names, *self._writing}),
                 "in_flight": len(self._writing)
                 + sum(not one.done() for one in self._reading.alive()),
                 "directories": [directory.stats() for directory in self._directories],
@@ -904,7 +890,7 @@ class TensorStore(Owned):
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
         waits: list[Callable[[float], bool]]
         futures: list[Future[Any]]
-        futures = [one.write.future for one in list(self._writing) if one.write is not None]
+        futures = [one.future for one in list(self._writing.values())]
         futures += [one for one in self._reading.alive() if one._request is not None]
         waits = [one._request.wait for one in futures]
         waits += [
@@ -936,38 +922,29 @@ class TensorStore(Owned):
         state = "closed " if self._closed else ""
         return f"<{state}tensorferry.store.TensorStore {[one.path for one in self._folders]!r}>"
 
-    # Versions. The caller must hold the lock.
+    # Writes that have ended
 
-    def _version_of(self, name: str) -> TensorVersion:
-        """Return the last version, which may still be being written."""
-        if (version := self._names.get(name)) is not None:
-            self._settle(version)  # if the write has failed, this restores the previous version
-        return self._names[name]
-
-    def _settle(self, version: TensorVersion) -> None:
-        """Update the tables if a version's write has ended. If this is interrupted, the next call repeats it."""
+    def _settle(self, name: str, *, wait: bool = False) -> None:
+        """Update the tables if the write of a tensor has ended. If this is interrupted, the next call repeats it."""
+        if (write := self._writing.get(name)) is None:
+            return
+        if wait:
+            write.request.wait(None)
+        if not write.request.done():
+            return
         with self._lock:
-            name = self._writing.get(version, "")
-            if (write := version.write) is None or not write.request.done():
+            if self._writing.get(name) is not write:
                 return
             if (error := write.future._settle()) is None:
-                version.kept = write.kept(version.info)
                 write.piece.segment.written += 1
-                version.previous = None
-            else:
-                if error.errno != errno.ECANCELED:
-                    error = transfers.with_context(error, f"writing tensor {name!r}")
-                    self._failed.append((error, write.future.outcome))
-                if self._names.get(name) is version:
-                    before = version.previous
-                    while before is not None and before.write is None and before.kept is None:
-                        before = before.previous  # that one has failed, too
-                    if before is None:
-                        self._names.pop(name, None)
-                    else:
-                        self._names[name] = before
-            version.write = None
-            self._writing.pop(version, None)
+                self._names[name] = write.kept()
+                if self._writing.pop(name, None) is not write:
+                    self._names.pop(name, None)  # a finalizer has deleted the tensor meanwhile
+                return
+            if error.errno != errno.ECANCELED:
+                error = transfers.with_context(error, f"writing tensor {name!r}")
+                self._failed.append((error, write.future.outcome))
+            self._writing.pop(name, None)
 
     def _sweep_sometimes(self) -> None:
         """Settle the writes that have ended: the oldest ones, and others only if there are many.
@@ -975,9 +952,9 @@ class TensorStore(Owned):
         Between two complete checks, the number of writes doubles. So the cost of these checks is constant for each
         write on average.
         """
-        while (version := next(iter(self._writing), None)) is not None:
-            self._settle(version)
-            if version.write is not None:
+        while (name := next(iter(self._writing), None)) is not None:
+            self._settle(name)
+            if name in self._writing:
                 break
         if len(self._writing) >= self._sweep_at_count:
             self._sweep()
@@ -985,8 +962,8 @@ class TensorStore(Owned):
 
     def _sweep(self) -> None:
         """Settle all writes that have ended."""
-        for version in list(self._writing):
-            self._settle(version)
+        for name in list(self._writing):
+            self._settle(name)
 
     # Checks
 

@@ -1,8 +1,8 @@
 """Reads and writes of tensors.
 
-A write creates a separate version of its tensor in a piece of its own, which becomes the current version once the write
-has succeeded. A read waits for the last version that was begun before it. The store has no thread that completes
-transfers: each call that uses a version first performs the steps that follow the end of its write.
+A write stores its tensor in a new piece, which replaces the old one once the write has succeeded. A read waits for the
+write before it. The store has no thread that completes transfers: each call that uses a tensor first performs the steps
+that follow the end of its write.
 """
 
 from __future__ import annotations
@@ -82,33 +82,16 @@ class StoreFuture(futures.Future[Any]):
 class Write(NamedTuple):
     """A write in progress."""
 
+    info: TensorInfo
     request: _core.Request
     future: StoreFuture
     piece: Piece
     sums: _core.Checksums | None
 
-    def kept(self, info: TensorInfo) -> KeptTensor:
+    def kept(self) -> KeptTensor:
         """Return the tensor that the write has stored."""
         chunks = None if self.sums is None else numbers("I", self.sums.chunks or ())
-        return KeptTensor(info, self.piece, chunks)
-
-
-class TensorVersion:
-    """One version of a tensor. It is being written (``write`` is set), is complete (``kept`` is set), or has failed."""
-
-    __slots__ = ("info", "kept", "previous", "write")
-
-    def __init__(self, info: TensorInfo, kept: KeptTensor | None = None) -> None:
-        self.info, self.kept = info, kept
-        self.write: Write | None = None
-        self.previous: TensorVersion | None = None  # the version that counts if this one fails
-
-    def last_kept(self) -> TensorVersion | None:
-        """Return the newest complete version, starting from this one and going back."""
-        version: TensorVersion | None = self
-        while version is not None and (version.write is not None or version.kept is None):
-            version = version.previous
-        return version
+        return KeptTensor(self.info, self.piece, chunks)
 
 
 def submit(
