@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
@@ -26,27 +26,21 @@ if TYPE_CHECKING:
     from tensorferry.store.transfers import KeptTensor
 
 
-class Contents(NamedTuple):
-    """The tensors and the record of a commit or a snapshot. Their pieces are not used again while this exists."""
-
-    record: bytes
-    tensors: Mapping[str, KeptTensor]
-
-    def segments(self) -> dict[Segment, None]:
-        """Return the segments of all tensors."""
-        return dict.fromkeys(kept.piece.segment for kept in self.tensors.values())
-
-    def manifest(self, places: Mapping[Segment, tuple[int, str]], empty: Manifest) -> Manifest:
-        """Return the manifest. ``places`` has the number of the directory and the name of each segment."""
-        at = {segment: number for number, segment in enumerate(places)}
-        tensors = {
-            name: StoredTensor(
-                TensorInfo(text_of(info.dtype), *info[1:]), at[piece.segment], piece.offset, chunks
-            )
-            for name, (info, piece, chunks) in self.tensors.items()
-        }
-        segments = list(places.values())
-        return empty._replace(record=self.record, segments=segments, tensors=tensors)
+def filled_manifest(
+    empty: Manifest,
+    record: bytes,
+    tensors: Mapping[str, KeptTensor],
+    places: Mapping[Segment, tuple[int, str]],
+) -> Manifest:
+    """Return a manifest of tensors. ``places`` has the number of the directory and the name of each segment."""
+    at = {segment: number for number, segment in enumerate(places)}
+    stored = {
+        name: StoredTensor(
+            TensorInfo(text_of(info.dtype), *info[1:]), at[piece.segment], piece.offset, chunks
+        )
+        for name, (info, piece, chunks) in tensors.items()
+    }
+    return empty._replace(record=record, segments=tuple(places.values()), tensors=stored)
 
 
 class Commits:
@@ -62,9 +56,9 @@ class Commits:
         self.run, self.store = os.urandom(8).hex(), os.urandom(8).hex()
         self.has_committed = False  # if False, the last commit is of another run
         self._synced = True  # whether the last commit is durable
-        # All manifests that may exist, by their numbers: the names of their files, and the contents if they are of this
-        # run. After a failed commit it is unknown whether its manifest exists.
-        self._kept: dict[int, tuple[Collection[str], Contents | None]] = {}
+        # All manifests that may exist, by their numbers: the names of their files, and the tensors if they are of this
+        # run, which keeps their pieces. After a failed commit it is unknown whether its manifest exists.
+        self._kept: dict[int, tuple[Collection[str], Mapping[str, KeptTensor]]] = {}
         self._folders = folders
         for folder in folders:
             folder.lock(self.run)
@@ -79,7 +73,7 @@ class Commits:
             except StorageError as error:
                 if error.errno is not None:  # it may be intact, but cannot be read now
                     raise
-        self.empty = Manifest(self.store, self.run, None, len(folders), 0, b"", [], {})
+        self.empty = Manifest(self.store, self.run, len(folders))
         for number, folder in enumerate(folders):
             self._check_owner(folder, number)
         for number in existing:
@@ -89,7 +83,7 @@ class Commits:
 
     def _keep(self, found: tuple[int, Manifest] | None) -> None:
         if found is not None:
-            self._kept[found[0]] = [name for _, name in found[1].segments], None
+            self._kept[found[0]] = [name for _, name in found[1].segments], {}
 
     def _check_owner(self, folder: Folder, number: int) -> None:
         """Raise StorageError if a directory belongs to another store, or has another place in this one."""
@@ -104,7 +98,7 @@ class Commits:
             )
 
     def publish(
-        self, contents: Contents, manifest: Manifest, *, sync: bool, keep_previous: bool
+        self, manifest: Manifest, tensors: Mapping[str, KeptTensor], sync: bool, keep_previous: bool
     ) -> None:
         """Write the manifest of a new commit, and remove those of all commits that are not kept.
 
@@ -116,7 +110,7 @@ class Commits:
         number, previous = self._next, self.last if keep_previous else None
         data = manifests.to_bytes(manifest._replace(previous=previous))
         # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
-        self._kept[number] = [one.name or "" for one in contents.segments()], contents
+        self._kept[number] = [name for _, name in manifest.segments], tensors
         self._next += 1
         try:
             self._folders[0].write(manifests.name_of(number), data, sync=sync)

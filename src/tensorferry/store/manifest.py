@@ -3,8 +3,8 @@
 Commits are numbered, and each has its own file, ``tensorferry-store-NUMBER.json``. The last commit is the one with the
 highest number. The first line has the CRC-32 and the size of the rest, which is one line with all data:
 
-    {"format": "tensorferry.store", "version": 3, "store": ..., "run": ..., "previous": 6, "directories": 1,
-     "directory": 0, "record": ..., "segments": [...], "tensors": [...]}
+    {"format": "tensorferry.store", "version": 3, "store": ..., "run": ..., "directories": 1, "directory": 0,
+     "previous": 6, "record": ..., "segments": [...], "tensors": [...]}
 
 "store" is a random identifier that all commits in a directory have, and "run" that of the store object that wrote the
 manifest, which is in its file names. "previous" is the number of the commit that was kept with this one, or null.
@@ -63,12 +63,12 @@ class Manifest(NamedTuple):
 
     store: str
     run: str
-    previous: int | None
     directories: int
-    directory: int
-    record: bytes
-    segments: Sequence[tuple[int, str]]
-    tensors: Mapping[str, StoredTensor]
+    directory: int = 0
+    previous: int | None = None
+    record: bytes = b""
+    segments: Sequence[tuple[int, str]] = ()
+    tensors: Mapping[str, StoredTensor] = {}
 
 
 def name_of(number: int) -> str:
@@ -149,7 +149,7 @@ def from_bytes(data: bytes) -> Manifest | None:
 
 
 def _checked(content: Manifest) -> Manifest:
-    store, run, previous, count, directory, *_ = content
+    store, run, count, directory, previous, *_ = content
     record: Any = content.record
     segments: Any = content.segments
     tensors: Any = content.tensors
@@ -170,7 +170,7 @@ def _checked(content: Manifest) -> Manifest:
         found[name] = _tensor(name, len(segments), *stored)
     return content._replace(
         record=base64.b64decode(record, validate=True),
-        segments=[(at, name) for at, name in segments],
+        segments=tuple((at, name) for at, name in segments),
         tensors=found,
     )
 

@@ -70,8 +70,8 @@ class Segment:
 
     Attributes
     ----------
-    name : str or None
-        None for an unnamed file.
+    name : str
+        Empty for an unnamed file.
     file : _core.File or None
         The open file; None for a named segment alone.
     nbytes, end : int
@@ -83,7 +83,7 @@ class Segment:
     """
 
     def __init__(
-        self, directory: StoreDirectory, name: str | None, file: _core.File | None, alone: bool
+        self, directory: StoreDirectory, name: str, file: _core.File | None, alone: bool
     ) -> None:
         self.directory, self.name, self.file, self.alone = directory, name, file, alone
         self.nbytes = self.end = self.written = self.synced = 0
@@ -99,14 +99,14 @@ class Segment:
         """Raise StorageError if a sync has failed: a later one may succeed although data were lost."""
         if self.sync_failed:
             why = "an earlier sync of the file has failed; remedy: write its tensors again"
-            path = self.directory.folder.join(self.name or "")
+            path = self.directory.folder.join(self.name)
             raise StorageError(errno.EIO, f"{os.strerror(errno.EIO)} ({why})", path)
 
     def open(self) -> _core.File:
         """Return the open file. If it is a named segment alone, the request that uses it closes it."""
         if self.file is not None:
             return self.file
-        directory, name = self.directory, self.name or ""
+        directory, name = self.directory, self.name
         file = with_descriptors(directory.scheduler, lambda: directory.open(name, alone=self.alone))
         self.file = None if self.alone else file
         return file
@@ -147,6 +147,7 @@ class StoreDirectory:
 
     def __init__(
         self,
+        number: int,
         folder: Folder,
         scheduler: _core.Scheduler,
         lock: threading.Condition,
@@ -154,7 +155,7 @@ class StoreDirectory:
         weight: float = 1.0,
         writable: bool = True,
     ) -> None:
-        self.folder, self.scheduler, self.weight = folder, scheduler, weight
+        self.number, self.folder, self.scheduler, self.weight = number, folder, scheduler, weight
         self._lock, self._writable = lock, writable
         self._new_name = new_name
         self.segments: dict[Segment, None] = {}
@@ -348,7 +349,7 @@ class StoreDirectory:
             name = self._new_name()
             return Segment(self, name, self.open(name, _CREATE), alone)
         try:
-            return Segment(self, None, self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
+            return Segment(self, "", self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
         except StorageError as error:
             if error.errno not in _NO_UNNAMED_FILES:
                 raise
@@ -361,7 +362,7 @@ class StoreDirectory:
             # Some FUSE file systems access files by name, so an unlinked file is unusable there. The named file then
             # remains if the process is killed.
             return Segment(self, name, self.open(name, _CREATE), alone)
-        return Segment(self, None, file, alone)
+        return Segment(self, "", file, alone)
 
     def sync(self, segments: list[Segment]) -> list[StorageError]:
         """Make segments durable, all at the same time, because a sync is mostly waiting. Return all errors.
@@ -399,39 +400,31 @@ class StoreDirectory:
             self.folder.sync()
             self.has_new_names = False
 
-    def tidy(self) -> list[Segment]:
-        """Remove free segments beyond the allowance.
+    def tidy(self, *, with_frozen: bool) -> list[Segment]:
+        """Remove free segments beyond the allowance, and return shared ones from which to copy the tensors to others.
 
-        If too much space in shared segments is free, return the emptiest: their tensors should be copied to others.
+        These have more than a quarter of unused space: if too much is free; and ``with_frozen``, if they are frozen,
+        and no snapshot has them any more.
         """
-        reserved = self.reserved_nbytes - self.live_nbytes
-        due = max(reserved, self.earlier_nbytes - self.changed_nbytes, 0) + _KEPT_NBYTES
-        excess = self.free_nbytes - due
-        if excess > 0 or self._has_empty:
-            self.shrink(excess, max(reserved, 0))
-        excess = self.free_nbytes - due
-        if excess <= 0:
-            return []
-        free: Counter[Segment] = Counter()
-        with self._lock:
-            for piece in self.free_pieces():
-                free[piece.segment] += 0 if piece.segment.alone else piece.nbytes
-        found = []
-        for segment in sorted(free, key=lambda one: one.end - free[one]):
-            if excess > 0 and 4 * free[segment] > segment.end:
-                found.append(segment)
-                excess -= free[segment]
-        return found
-
-    def sparse(self) -> list[Segment]:
-        """Return frozen shared segments of which more than a quarter is unused, and which no snapshot has any more."""
+        reserved = max(self.reserved_nbytes - self.live_nbytes, 0)
+        due = max(reserved, self.earlier_nbytes - self.changed_nbytes) + _KEPT_NBYTES
+        if self.free_nbytes > due or self._has_empty:
+            self.shrink(self.free_nbytes - due, reserved)
         found = []
         with self._lock:  # no other thread closes the file of a segment that has extents
-            for one in [] if self.closed else list(self.segments):
-                if one.frozen and one.extents and not one.alone and one.file is not None:
-                    links = os.fstat(one.file.descriptor).st_nlink
-                    if links <= (one.name is not None) and 4 * one.used_nbytes < 3 * one.end:
-                        found.append(one)
+            excess, free = self.free_nbytes - due, Counter[Segment]()
+            if self.closed or not (excess > 0 or with_frozen):
+                return []
+            for piece in self.free_pieces():
+                free[piece.segment] += piece.nbytes
+            for one in sorted(self.segments, key=lambda one: -free[one]):
+                is_due = with_frozen if one.frozen else excess > 0
+                if one.alone or not is_due or 4 * (one.used_nbytes - free[one]) >= 3 * one.end:
+                    continue
+                links = os.fstat(one.open().descriptor).st_nlink if one.frozen else 0
+                if one.extents and links <= bool(one.name):
+                    excess -= free[one]
+                    found.append(one)
         return found
 
     def shrink(self, nbytes: int, kept_nbytes: int = 0) -> bool:
@@ -466,7 +459,7 @@ class StoreDirectory:
             try:
                 if segment.file is not None:
                     segment.file.close()
-                if remove and segment.name is not None:
+                if remove and segment.name:
                     self.folder.unlink(segment.name)
             except StorageError as error:
                 failure = failure or error
@@ -476,7 +469,7 @@ class StoreDirectory:
         """Remove the file of a segment without pieces. If that fails, the next store in the directory does it."""
         self.segments.pop(segment, None)
         with contextlib.suppress(StorageError):
-            if segment.name is not None:
+            if segment.name:
                 self.folder.unlink(segment.name)
         with contextlib.suppress(StorageError):
             if segment.file is not None:

@@ -21,8 +21,9 @@ from tensorferry.base.processes import Owned, when_dropped
 from tensorferry.errors import StorageError, first_error
 from tensorferry.store import manifest as manifests
 from tensorferry.store import transfers
-from tensorferry.store.commits import Commits, Contents, not_found
+from tensorferry.store.commits import Commits, filled_manifest, not_found
 from tensorferry.store.folder import Folder
+from tensorferry.store.manifest import Manifest
 from tensorferry.store.segments import NO_SPACE, Piece, Segment, StoreDirectory
 from tensorferry.store.snapshots import link, unfinished
 from tensorferry.store.tensors import CHUNK_NBYTES, TensorInfo, info_of, new_array, resolved
@@ -115,7 +116,7 @@ class TensorStore(Owned):
         try:
             for path in map(pathlib.Path, paths):
                 with publication.storage_errors(path, "making a directory for a store"):
-                    self._made_in += publication.make_directory(path, sync=False)
+                    publication.make_directory(path, sync=not temporary)
                 self._folders.append(Folder(str(path)))
             commits = self._commits = None if temporary else Commits(self._folders)
             if commits is not None:
@@ -176,7 +177,6 @@ class TensorStore(Owned):
         self._sweep_at_count = 64  # see _sweep_sometimes()
         self._folders: list[Folder] = []
         self._directories: list[StoreDirectory] = []
-        self._made_in: list[pathlib.Path] = []  # directories with new names that may not be durable
         self._spares: list[int] = []
         when_dropped(self, _close_all, self._spares)
         # Invalid settings raise before any directory is made. Several directories have separate workers.
@@ -190,9 +190,9 @@ class TensorStore(Owned):
     def _add_directories(
         self, new_name: Callable[[], str] | None, weights: Sequence[float]
     ) -> None:
-        for folder, scheduler, weight in zip(self._folders, self._schedulers, weights, strict=True):
-            how = (self._grown, new_name, weight, self._writable)
-            self._directories.append(StoreDirectory(folder, scheduler, *how))
+        for at, (folder, weight) in enumerate(zip(self._folders, weights, strict=True)):
+            how = (self._schedulers[at], self._grown, new_name, weight, self._writable)
+            self._directories.append(StoreDirectory(at, folder, *how))
             self._locks.append(self._directories[-1].growing)
 
     def _open_commit(self, previous: bool) -> None:
@@ -215,7 +215,7 @@ class TensorStore(Owned):
         if failure is not None:
             raise failure
 
-    def _add_tensors(self, manifest: manifests.Manifest) -> None:
+    def _add_tensors(self, manifest: Manifest) -> None:
         if (manifest.directories, manifest.directory) != (len(self._folders), 0):
             raise StorageError(
                 None,
@@ -236,7 +236,7 @@ class TensorStore(Owned):
             ends = [at + one.nbytes for at, one in segment.extents.items() if one.nbytes]
             end = max(ends, default=0)
             segment.alone = len(segment.extents) == 1
-            path = segment.directory.folder.join(segment.name or "")
+            path = segment.directory.folder.join(segment.name)
             with publication.storage_errors(path, "opening a segment of a store"):
                 status = os.lstat(f"{segment.directory.folder.inner}/{segment.name}")
             if not stat.S_ISREG(status.st_mode) or status.st_size < end:
@@ -573,75 +573,71 @@ class TensorStore(Owned):
             )
         with self._committing:
             self._tidy()
-            contents = self._contents(record)
+            tensors = self._written(record)
             run = os.urandom(8).hex()
             with unfinished(paths, run) as folders:
-                self._fill_snapshot(contents, folders, run)
-        del contents
-        self._tidy(sparse=True)
+                self._fill_snapshot(tensors, record, folders, run)
+        del tensors
+        self._tidy(with_frozen=True)
 
-    def _fill_snapshot(self, contents: Contents, folders: Sequence[Folder], run: str) -> None:
+    def _fill_snapshot(
+        self, tensors: dict[str, KeptTensor], record: bytes, folders: Sequence[Folder], run: str
+    ) -> None:
         """Link to the segments that are mostly in use, copy the tensors in others, and write the manifest."""
         new_name = _names_of(run)
         places: dict[Segment, tuple[int, str]] = {}
         used: Counter[Segment] = Counter()
-        for kept in contents.tensors.values():
+        for kept in tensors.values():
             used[kept.piece.segment] += kept.piece.nbytes
         for segment in used:
-            at = self._folders.index(segment.directory.folder) if len(folders) > 1 else 0
+            at = segment.directory.number if len(folders) > 1 else 0
             if 2 * used[segment] >= segment.nbytes and not segment.sync_failed:
                 was_frozen, segment.frozen = segment.frozen, True
                 if link(segment, folders[at], name := new_name()):
                     places[segment] = at, name
                 else:
                     segment.frozen = was_frozen
-        linked = [each.piece for each in contents.tensors.values() if each.piece.segment in places]
         self._sync(places)
         targets = [
-            StoreDirectory(folder, scheduler, self._grown, new_name)
-            for folder, scheduler in zip(folders, self._schedulers, strict=False)
+            StoreDirectory(at, folder, self._schedulers[at], self._grown, new_name)
+            for at, folder in enumerate(folders)
         ]
-        tensors = dict(contents.tensors)
         others = {name: one for name, one in tensors.items() if one.piece.segment not in places}
         try:
-            for name, piece in self._copy(others, targets).items():
-                tensors[name] = tensors[name]._replace(piece=piece)
-            for at, target in enumerate(targets):
+            copied = self._copy(others, targets)
+            for target in targets:
                 self._sync(target.segments)
-                places |= {one: (at, one.name or "") for one in target.segments}
+                places |= {one: (target.number, one.name) for one in target.segments}
         finally:
             failures = [target.close() for target in targets]
         for failure in filter(None, failures):
             raise failure
-        empty = manifests.Manifest(run, run, None, len(folders), 0, b"", [], {})
-        found = Contents(contents.record, tensors).manifest(places, empty)
-        folders[0].write(manifests.name_of(1), manifests.to_bytes(found), sync=True)
+        manifest = filled_manifest(
+            Manifest(run, run, len(folders)), record, tensors | copied, places
+        )
+        folders[0].write(manifests.name_of(1), manifests.to_bytes(manifest), sync=True)
         # The store reserves as much space as before.
         with self._lock:
-            linked += [
-                one
-                for each in self._directories
-                for one in each.free_pieces()
-                if one.segment.frozen
-            ]
-        self._fill(Counter(one.nbytes for one in linked if one.segment.directory.reserved_nbytes))
-        del linked
+            reserving = [one for one in places if one.directory.reserved_nbytes]
+            sizes = [each.nbytes for one in reserving for each in one.extents.values()]
+        self._fill(Counter(sizes))
         with self._lock:
             for directory in self._directories:
                 directory.purge()
 
     def _copy(
         self, tensors: Mapping[str, KeptTensor], directories: Sequence[StoreDirectory]
-    ) -> dict[str, Piece]:
+    ) -> dict[str, KeptTensor]:
         """Copy tensors to new pieces, and compare their checksums."""
-        pieces: dict[str, Piece] = {}
+        copies: dict[str, KeptTensor] = {}
         items: dict[Segment, list[tuple[str, KeptTensor, Piece]]] = {}
         for name, kept in sorted(tensors.items(), key=lambda one: one[1].piece.offset):
-            pieces[name] = self._allocate(kept.info.nbytes, directories)
-            items.setdefault(kept.piece.segment, []).append((name, kept, pieces[name]))
+            piece = self._allocate(kept.info.nbytes, directories)
+            copies[name] = kept._replace(piece=piece)
+            items.setdefault(kept.piece.segment, []).append((name, kept, piece))
         for each in items.values():
             transfers.copy_pieces(each)
-        return pieces
+        return copies
 
     def _rewrite(self, segments: Sequence[Segment]) -> None:
         """Copy all current tensors out of segments, if checksums can show that their data are intact."""
@@ -655,17 +651,10 @@ class TensorStore(Owned):
                 for name, one in self._names.copy().items()
                 if one.piece.segment in segments
             }
-        for name, piece in self._copy(moving, self._directories).items():
-            copied = moving[name]._replace(piece=piece)
+        for name, copied in self._copy(moving, self._directories).items():
             with self._lock:
                 if self._names.get(name) is moving[name]:
                     self._names[name] = copied
-
-    def _rescue(self) -> None:
-        """Copy tensors out of segments that could not be synced, if checksums can show that their data are intact."""
-        failed = [one for each in self._directories for one in each.segments if one.sync_failed]
-        if failed and self._checksums:
-            self._rewrite(failed)
 
     def commit(
         self, record: bytes = b"", sync: bool = False, *, keep_previous: bool = False
@@ -704,42 +693,39 @@ class TensorStore(Owned):
         with self._committing:
             _close_all(self._spares)
             try:
-                contents = self._contents(record)
-                self._publish(self._commits, contents, sync=sync, keep_previous=keep_previous)
+                tensors = self._written(record)
+                self._publish(self._commits, tensors, record, (sync, keep_previous))
             finally:
                 self._keep_spares()
             for directory in self._directories:
                 directory.earlier_nbytes, directory.changed_nbytes = directory.changed_nbytes, 0
-        del contents
-        self._tidy(sparse=True)
+        del tensors
+        self._tidy(with_frozen=True)
 
     def _publish(
-        self, commits: Commits, contents: Contents, *, sync: bool, keep_previous: bool
+        self,
+        commits: Commits,
+        tensors: dict[str, KeptTensor],
+        record: bytes,
+        how: tuple[bool, bool],
     ) -> None:
-        segments = contents.segments()
-        places = {
-            one: (self._folders.index(one.directory.folder), one.name or "") for one in segments
-        }
+        segments = {one.piece.segment for one in tensors.values()}
+        places = {one: (one.directory.number, one.name) for one in segments}
         for at, folder in enumerate(self._folders):
             folder.check_names({name for number, name in places.values() if number == at})
-        if sync:
+        if how[0]:
             self._sync(segments)
             for directory in reversed(self._directories):
                 directory.sync_names()
-            while self._made_in:
-                with publication.storage_errors(self._made_in[-1], "syncing a directory"):
-                    publication.sync_directory(self._made_in[-1])
-                self._made_in.pop()
-        manifest = contents.manifest(places, commits.empty)
-        how = {"sync": sync, "keep_previous": keep_previous}
+        manifest = filled_manifest(commits.empty, record, tensors, places)
         try:
-            commits.publish(contents, manifest, **how)
+            commits.publish(manifest, tensors, *how)
         except StorageError as error:
             # reserve() makes no space for manifests.
-            needed = 256 * len(contents.tensors) + len(contents.record) + _MARGIN_NBYTES
+            needed = 256 * len(tensors) + len(record) + _MARGIN_NBYTES
             if error.errno not in NO_SPACE or not self._directories[0].shrink(needed):
                 raise
-            commits.publish(contents, manifest, **how)
+            commits.publish(manifest, tensors, *how)
 
     def _keep_spares(self) -> None:
         with contextlib.suppress(OSError):
@@ -798,8 +784,8 @@ class TensorStore(Owned):
         if failures:
             raise failures[0]
 
-    def _contents(self, record: bytes) -> Contents:
-        """Wait for all writes in progress, and return the current contents.
+    def _written(self, record: bytes) -> dict[str, KeptTensor]:
+        """Wait for all writes in progress, and return the tensors, of which none is in a file whose sync has failed.
 
         Raises
         ------
@@ -814,9 +800,11 @@ class TensorStore(Owned):
             self._check_open()
             self._sweep()
             self._raise_failure()
-        self._rescue()
+        failed = [one for each in self._directories for one in each.segments if one.sync_failed]
+        if failed and self._checksums:
+            self._rewrite(failed)
         with self._lock:
-            return Contents(record, self._names.copy())
+            return self._names.copy()
 
     def _raise_failure(self) -> None:
         """Raise the error of the first failed write of which nobody knows, once."""
@@ -967,13 +955,12 @@ class TensorStore(Owned):
 
     # Checks
 
-    def _tidy(self, *, sparse: bool = False) -> None:
-        """Free space. With ``sparse``, also look at the segments that snapshots have frozen, which takes longer."""
-        with self._lock:
-            for directory in self._directories:
-                directory.reclaim()
+    def _tidy(self, *, with_frozen: bool = False) -> None:
+        """Free space. ``with_frozen``, which takes longer, also that of files that snapshots had."""
         for directory in self._directories:
-            if segments := directory.tidy() + (directory.sparse() if sparse else []):
+            with self._lock:
+                directory.reclaim()
+            if segments := directory.tidy(with_frozen=with_frozen):
                 with contextlib.suppress(StorageError):  # reads report damaged data
                     self._rewrite(segments)
 
