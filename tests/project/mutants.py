@@ -348,14 +348,6 @@ MUTANTS = [
         "tests/store/test_lasting.py::test_commits_use_twice_the_bytes_that_change_and_64_mib",
     ),
     _mutant(
-        "writes-wait-for-the-directory-that-grows",
-        "a slow directory delays no transfer of the others",
-        "src/tensorferry/store/tensor_store.py",
-        "order.sort(key=lambda one: one.is_growing)",
-        "pass",
-        "tests/store/test_threads.py::test_a_directory_that_grows_slowly_stops_no_other[fallocate-True]",
-    ),
-    _mutant(
         "directories-of-another-store-are-used",
         "a store removes only its own files, and those of a commit only after its own commit",
         "src/tensorferry/store/commits.py",

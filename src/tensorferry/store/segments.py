@@ -141,8 +141,7 @@ class Extent(weakref.ref[Piece]):
 class StoreDirectory:
     """One of a store's directories, with its segments and its scheduler.
 
-    ``lock`` is the store's lock, which is notified when a file was made. ``new_name`` returns the names of new
-    segments, or is None for unnamed ones.
+    ``lock`` is the store's lock. ``new_name`` returns the names of new segments, or is None for unnamed ones.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class StoreDirectory:
         number: int,
         folder: Folder,
         scheduler: _core.Scheduler,
-        lock: threading.Condition,
+        lock: threading.RLock,
         new_name: Callable[[], str] | None,
         weight: float = 1.0,
         writable: bool = True,
@@ -160,7 +159,6 @@ class StoreDirectory:
         self._new_name = new_name
         self.segments: dict[Segment, None] = {}
         self.growing = threading.RLock()  # held by the thread that makes or extends a file
-        self.is_growing = False  # other threads read this without waiting for `growing`
         self.closed = False
         self.has_new_names = True  # since the directory was synced
         self.live_nbytes = 0  # the space of the pieces in use, except those in frozen segments
@@ -281,28 +279,20 @@ class StoreDirectory:
             The store was closed meanwhile.
         """
         with self.growing:
-            try:
-                with self._lock:
-                    self.is_growing = True
-                alone = nbytes >= LARGE_NBYTES and self._may_have_file()
-                segment = None if alone else self._shared
-                # Another thread may have extended the file while this one waited, or may take what this one adds.
-                while (piece := self._carve(segment, nbytes)) is None:
-                    largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
-                    if segment is None or segment.frozen or segment.end + nbytes > largest:
-                        segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
-                    step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
-                    try:
-                        step = 0 if alone else step
-                        self._extend(segment, nbytes, step, keep)
-                    except BaseException:
-                        if not segment.extents and segment is not self._shared:
-                            self._remove(segment)
-                        raise
-            finally:
-                with self._lock:
-                    self.is_growing = False
-                    self._lock.notify_all()
+            alone = nbytes >= LARGE_NBYTES and self._may_have_file()
+            segment = None if alone else self._shared
+            # Another thread may have extended the file while this one waited, or may take what this one adds.
+            while (piece := self._carve(segment, nbytes)) is None:
+                largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
+                if segment is None or segment.frozen or segment.end + nbytes > largest:
+                    segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
+                step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
+                try:
+                    self._extend(segment, nbytes, 0 if alone else step, keep)
+                except BaseException:
+                    if not segment.extents and segment is not self._shared:
+                        self._remove(segment)
+                    raise
         if alone and self._new_name is not None and (file := piece.segment.file) is not None:
             file.close()
             piece.segment.file = None

@@ -45,7 +45,6 @@ _UNKNOWN_NBYTES = 64 << 20
 # By default, reserve() makes space for tensors of this total size that are being rewritten.
 _IN_FLIGHT_NBYTES = 128 << 20
 _SYNCED_AT_ONCE = 64  # files
-_GROWTH_SECONDS = 10.0  # the wait for a directory in which no other thread makes a file
 # A commit needs a few descriptors, for the manifest and for files to sync. They are kept back for the case that the
 # program, or the store's own transfers, have taken all others.
 _SPARE_DESCRIPTORS = 4
@@ -157,11 +156,9 @@ class TensorStore(Owned):
         return store
 
     def _set_up(self, count: int, checksums: bool, engine: str | None = None) -> None:
-        # `_lock` guards the tables, and is held for computations only. The others are held for a whole close(), or for
-        # a whole commit or snapshot. Lock order: _closing, _committing, `growing` of a directory, _lock.
+        # `_lock` guards the tables, and is held for computations only. The other one is held for a whole commit,
+        # snapshot or close(). Lock order: _committing, `growing` of a directory, _lock.
         self._lock = threading.RLock()
-        self._grown = threading.Condition(self._lock)  # notified when a file was made
-        self._closing = threading.RLock()
         self._committing = threading.RLock()
         self._locks = [self._lock, self._committing]  # and `growing` of each directory
         self._set_owner()
@@ -170,9 +167,9 @@ class TensorStore(Owned):
         self._has_ended = False  # close() has completed
         self._record = b""
         self._names: dict[str, KeptTensor] = {}
-        # What is in progress, the oldest write first, and the errors of failed writes.
+        # The writes in progress, the oldest first; the futures of all transfers; and the errors of failed writes.
         self._writing: dict[str, transfers.Write] = {}
-        self._reading = PendingFutures()
+        self._pending = PendingFutures()
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
         self._folders: list[Folder] = []
@@ -191,7 +188,7 @@ class TensorStore(Owned):
         self, new_name: Callable[[], str] | None, weights: Sequence[float]
     ) -> None:
         for at, (folder, weight) in enumerate(zip(self._folders, weights, strict=True)):
-            how = (self._schedulers[at], self._grown, new_name, weight, self._writable)
+            how = (self._schedulers[at], self._lock, new_name, weight, self._writable)
             self._directories.append(StoreDirectory(at, folder, *how))
             self._locks.append(self._directories[-1].growing)
 
@@ -227,9 +224,10 @@ class TensorStore(Owned):
             Segment(self._directories[at], name, None, True) for at, name in manifest.segments
         ]
         self._record = manifest.record
-        for name, (info, number, offset, chunks) in manifest.tensors.items():
-            piece = Piece(segments[number], offset, info.nbytes)
-            self._names[name] = KeptTensor(info, piece, chunks)
+        self._names = {
+            name: KeptTensor(info, Piece(segments[number], offset, info.nbytes), chunks)
+            for name, (info, number, offset, chunks) in manifest.tensors.items()
+        }
         for directory in self._directories:
             directory.segments = {one: None for one in segments if one.directory is directory}
         for segment in segments:
@@ -293,6 +291,7 @@ class TensorStore(Owned):
             request = transfers.submit(file, piece, memory, future, sums, write=True)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(True, name, 0, memory[1])
+        self._pending.add(future)
         write = transfers.Write(info, request, future, piece, sums)
         while not self._has_begun(name, write):
             self._settle(name, wait=True)
@@ -351,7 +350,7 @@ class TensorStore(Owned):
         with self._lock:
             self._check_open()
             request = transfers.submit(file, piece, memory, future, sums, write=False)
-            self._reading.add(future)
+            self._pending.add(future)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(False, name, 0, memory[1])
         return future
@@ -389,11 +388,7 @@ class TensorStore(Owned):
             return iter(dict.fromkeys([*self._names, *self._writing]))
 
     def _allocate(
-        self,
-        nbytes: int,
-        directories: Sequence[StoreDirectory],
-        *,
-        new: bool = False,
+        self, nbytes: int, directories: Sequence[StoreDirectory], *, new: bool = False
     ) -> Piece:
         """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock."""
         with self._lock:
@@ -405,11 +400,6 @@ class TensorStore(Owned):
                     return piece
             if piece := order[0].carve(order[0].rounded(nbytes)):
                 return piece
-            # To make a file may be slow. Directories where another thread is not making one come first.
-            self._grown.wait_for(
-                lambda: not all(directory.is_growing for directory in order), _GROWTH_SECONDS
-            )
-            order.sort(key=lambda one: one.is_growing)
         failures = []
         for directory in order:
             try:
@@ -599,7 +589,7 @@ class TensorStore(Owned):
                     segment.frozen = was_frozen
         self._sync(places)
         targets = [
-            StoreDirectory(at, folder, self._schedulers[at], self._grown, new_name)
+            StoreDirectory(at, folder, self._schedulers[at], self._lock, new_name)
             for at, folder in enumerate(folders)
         ]
         others = {name: one for name, one in tensors.items() if one.piece.segment not in places}
@@ -825,8 +815,7 @@ class TensorStore(Owned):
             schedulers = list(dict.fromkeys(self._schedulers))
             return {
                 "tensors": len({*self._names, *self._writing}),
-                "in_flight": len(self._writing)
-                + sum(not one.done() for one in self._reading.alive()),
+                "in_flight": sum(not one.done() for one in self._pending.alive()),
                 "directories": [directory.stats() for directory in self._directories],
                 "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
             }
@@ -854,7 +843,7 @@ class TensorStore(Owned):
             self._closed = True  # the files and the locks belong to the parent process
             return
         self._refuse_reentrant_call()
-        with self._closing, self._committing:
+        with self._committing:
             if self._has_ended:
                 return
             with self._lock:
@@ -876,11 +865,8 @@ class TensorStore(Owned):
 
     def _finish(self) -> bool:
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
-        waits: list[Callable[[float], bool]]
-        futures: list[Future[Any]]
-        futures = [one.future for one in list(self._writing.values())]
-        futures += [one for one in self._reading.alive() if one._request is not None]
-        waits = [one._request.wait for one in futures]
+        futures = [one for one in self._pending.alive() if one._request is not None]
+        waits: list[Callable[[float], bool]] = [one._request.wait for one in futures]
         waits += [
             one.file.retire for each in self._directories for one in each.segments if one.file
         ]
