@@ -150,13 +150,12 @@ class StoreDirectory:
         folder: Folder,
         scheduler: _core.Scheduler,
         lock: threading.RLock,
-        new_name: Callable[[], str] | None,
         weight: float = 1.0,
         writable: bool = True,
+        new_name: Callable[[], str] | None = None,
     ) -> None:
         self.number, self.folder, self.scheduler, self.weight = number, folder, scheduler, weight
-        self._lock, self._writable = lock, writable
-        self._new_name = new_name
+        self._lock, self._writable, self.new_name = lock, writable, new_name
         self.segments: dict[Segment, None] = {}
         self.growing = threading.RLock()  # held by the thread that makes or extends a file
         self.closed = False
@@ -177,10 +176,6 @@ class StoreDirectory:
     def rounded(self, nbytes: int) -> int:
         """Return the space for ``nbytes``: at least one block."""
         return max(-(-nbytes // self._granularity), 1) * self._granularity
-
-    def load(self, nbytes: int) -> float:
-        """Return the bytes in use, with ``nbytes`` more, in relation to the directory's weight."""
-        return (self.live_nbytes + nbytes) / self.weight
 
     # Tables. The caller holds the store's lock.
 
@@ -250,7 +245,9 @@ class StoreDirectory:
 
     def _add_free(self, piece: Piece) -> None:
         pieces = self._free.pop(piece.nbytes, [])
-        pieces.append(piece)
+        # Files that were written before come first: the first write of a file takes half as long again.
+        is_last = piece.segment.alone and piece.segment.written == 0
+        pieces.insert(0 if is_last else len(pieces), piece)
         self._free[piece.nbytes] = pieces
         self.free_nbytes += piece.nbytes
 
@@ -293,7 +290,7 @@ class StoreDirectory:
                     if not segment.extents and segment is not self._shared:
                         self._remove(segment)
                     raise
-        if alone and self._new_name is not None and (file := piece.segment.file) is not None:
+        if alone and self.new_name is not None and (file := piece.segment.file) is not None:
             file.close()
             piece.segment.file = None
         return piece
@@ -301,7 +298,7 @@ class StoreDirectory:
     def _may_have_file(self) -> bool:
         """Return whether a large tensor gets a file: named ones, and unnamed ones while descriptors are left."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        return self._new_name is not None or 2 * len(self.segments) < limit
+        return self.new_name is not None or 2 * len(self.segments) < limit
 
     def _carve(self, segment: Segment | None, nbytes: int) -> Piece | None:
         """Return a new piece at the end of a segment, or None if it has to be extended first."""
@@ -334,9 +331,9 @@ class StoreDirectory:
             segment.nbytes += max(needed, step)
 
     def _new_segment(self, alone: bool) -> Segment:
-        if self._new_name is not None:
+        if self.new_name is not None:
             self.has_new_names = True
-            name = self._new_name()
+            name = self.new_name()
             return Segment(self, name, self.open(name, _CREATE), alone)
         try:
             return Segment(self, "", self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
@@ -442,9 +439,9 @@ class StoreDirectory:
                     self._remove(segment)
         return found
 
-    def close(self, *, remove: bool = False) -> StorageError | None:
-        """Close all files, and remove those with names if ``remove`` is set. Return the first error."""
-        failure = None
+    def close(self, *, remove: bool = False) -> list[StorageError]:
+        """Close all files, and remove those with names if ``remove`` is set. Return the errors."""
+        failures = []
         for segment in list(self.segments):
             try:
                 if segment.file is not None:
@@ -452,8 +449,8 @@ class StoreDirectory:
                 if remove and segment.name:
                     self.folder.unlink(segment.name)
             except StorageError as error:
-                failure = failure or error
-        return failure
+                failures.append(error)
+        return failures
 
     def _remove(self, segment: Segment) -> None:
         """Remove the file of a segment without pieces. If that fails, the next store in the directory does it."""

@@ -116,11 +116,13 @@ class TensorStore(Owned):
             for path in map(pathlib.Path, paths):
                 with publication.storage_errors(path, "making a directory for a store"):
                     publication.make_directory(path, sync=not temporary)
-                self._folders.append(Folder(str(path)))
-            commits = self._commits = None if temporary else Commits(self._folders)
-            if commits is not None:
+            self._add_directories(paths, shares)
+            if not temporary:
+                self._commits = Commits([one.folder for one in self._directories])
+                new_name = _names_of(self._commits.run)
+                for directory in self._directories:
+                    directory.new_name = new_name
                 self._keep_spares()
-            self._add_directories(_names_of(commits.run) if commits else None, shares)
         except BaseException:
             self._release()
             raise
@@ -147,8 +149,7 @@ class TensorStore(Owned):
         store._set_up(len(paths), True)
         store._writable = False
         try:
-            store._folders = [Folder(path) for path in paths]
-            store._add_directories(None, [1.0] * len(paths))
+            store._add_directories(paths, [1.0] * len(paths))
             store._open_commit(previous)
         except BaseException:
             store._release()
@@ -172,7 +173,6 @@ class TensorStore(Owned):
         self._pending = PendingFutures()
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
-        self._folders: list[Folder] = []
         self._directories: list[StoreDirectory] = []
         self._spares: list[int] = []
         when_dropped(self, _close_all, self._spares)
@@ -184,17 +184,15 @@ class TensorStore(Owned):
                 break
         self._schedulers = self._own_schedulers or [runtime.default_scheduler()]
 
-    def _add_directories(
-        self, new_name: Callable[[], str] | None, weights: Sequence[float]
-    ) -> None:
-        for at, (folder, weight) in enumerate(zip(self._folders, weights, strict=True)):
-            how = (self._schedulers[at], self._lock, new_name, weight, self._writable)
-            self._directories.append(StoreDirectory(at, folder, *how))
+    def _add_directories(self, paths: Sequence[str], weights: Sequence[float]) -> None:
+        for at, (path, weight) in enumerate(zip(paths, weights, strict=True)):
+            how = (self._schedulers[at], self._lock, weight, self._writable)
+            self._directories.append(StoreDirectory(at, Folder(path), *how))
             self._locks.append(self._directories[-1].growing)
 
     def _open_commit(self, previous: bool) -> None:
         """Find a commit, and add its tensors."""
-        folder = self._folders[0]
+        folder = self._directories[0].folder
         while True:
             found = manifests.find(folder, previous=previous)
             failure = None
@@ -213,12 +211,12 @@ class TensorStore(Owned):
             raise failure
 
     def _add_tensors(self, manifest: Manifest) -> None:
-        if (manifest.directories, manifest.directory) != (len(self._folders), 0):
+        if (manifest.directories, manifest.directory) != (len(self._directories), 0):
             raise StorageError(
                 None,
-                f"the store has {manifest.directories} directories (got {len(self._folders)}; remedy: pass all "
+                f"the store has {manifest.directories} directories (got {len(self._directories)}; remedy: pass all "
                 "directories, in the order in which the store was created)",
-                self._folders[0].path,
+                self._directories[0].folder.path,
             )
         segments = [
             Segment(self._directories[at], name, None, True) for at, name in manifest.segments
@@ -245,8 +243,8 @@ class TensorStore(Owned):
         """Release the schedulers, the locks and all descriptors."""
         for scheduler in self._own_schedulers:
             runtime.close_scheduler(scheduler, patient=patient)
-        for folder in self._folders:
-            folder.release()
+        for directory in self._directories:
+            directory.folder.release()
         _close_all(self._spares)
 
     @property
@@ -393,7 +391,7 @@ class TensorStore(Owned):
         """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock."""
         with self._lock:
             self._sweep_sometimes()
-            order = sorted(directories, key=lambda one: one.load(nbytes))
+            order = sorted(directories, key=lambda one: (one.live_nbytes + nbytes) / one.weight)
             for directory in () if new else order:
                 directory.reclaim()
                 if piece := directory.take(directory.rounded(nbytes)):
@@ -443,10 +441,12 @@ class TensorStore(Owned):
         left = integer(left, "in_flight_nbytes", 0)
         with self._lock:
             self._sweep()
-            stored: dict[str | int, int] = {
-                name: version.info.nbytes for name, version in self._names.items()
-            }
-            wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
+            tensors: dict[Any, Any] = {**self._names, **self._writing}
+            wanted = [
+                size
+                for name, size in sizes.items()
+                if name not in tensors or tensors[name].info.nbytes < size
+            ]
             for size in sorted(sizes.values(), reverse=True):
                 if left <= 0:
                     break
@@ -589,7 +589,7 @@ class TensorStore(Owned):
                     segment.frozen = was_frozen
         self._sync(places)
         targets = [
-            StoreDirectory(at, folder, self._schedulers[at], self._lock, new_name)
+            StoreDirectory(at, folder, self._schedulers[at], self._lock, new_name=new_name)
             for at, folder in enumerate(folders)
         ]
         others = {name: one for name, one in tensors.items() if one.piece.segment not in places}
@@ -599,9 +599,9 @@ class TensorStore(Owned):
                 self._sync(target.segments)
                 places |= {one: (target.number, one.name) for one in target.segments}
         finally:
-            failures = [target.close() for target in targets]
-        for failure in filter(None, failures):
-            raise failure
+            failures = [error for target in targets for error in target.close()]
+        if failures:
+            raise first_error(failures, "files")
         manifest = filled_manifest(
             Manifest(run, run, len(folders)), record, tensors | copied, places
         )
@@ -701,8 +701,10 @@ class TensorStore(Owned):
     ) -> None:
         segments = {one.piece.segment for one in tensors.values()}
         places = {one: (one.directory.number, one.name) for one in segments}
-        for at, folder in enumerate(self._folders):
-            folder.check_names({name for number, name in places.values() if number == at})
+        for directory in self._directories:
+            directory.folder.check_names(
+                {one.name for one in segments if one.directory is directory}
+            )
         if how[0]:
             self._sync(segments)
             for directory in reversed(self._directories):
@@ -772,7 +774,7 @@ class TensorStore(Owned):
             for directory in self._directories if failures else ():
                 directory.purge()
         if failures:
-            raise failures[0]
+            raise first_error(failures, "files")
 
     def _written(self, record: bytes) -> dict[str, KeptTensor]:
         """Wait for all writes in progress, and return the tensors, of which none is in a file whose sync has failed.
@@ -851,7 +853,7 @@ class TensorStore(Owned):
                 for directory in self._directories:
                     directory.closed = True
             timed_out = not self._finish()  # after Ctrl-C, close() can be called again
-            failure = None if timed_out else self._close_files()
+            failures = [] if timed_out else self._close_files()
             with self._lock:
                 self._names.clear()
                 self._writing.clear()
@@ -860,8 +862,8 @@ class TensorStore(Owned):
             if timed_out and not self._own_schedulers:
                 runtime.warn_of_abandoned_io(f"outstanding transfers of {self!r}")
         self._raise_failure()
-        if failure is not None:
-            raise failure
+        if failures:
+            raise first_error(failures, "files")
 
     def _finish(self) -> bool:
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
@@ -877,13 +879,13 @@ class TensorStore(Owned):
             self._sweep()
         return ended
 
-    def _close_files(self) -> StorageError | None:
-        """Close all files, and remove those that belong to no commit. Return the first error."""
+    def _close_files(self) -> list[StorageError]:
+        """Close all files, and remove those that belong to no commit. Return the errors."""
         remove = self._commits is None and self._writable
-        failures = [directory.close(remove=remove) for directory in self._directories]
+        failures = [error for one in self._directories for error in one.close(remove=remove)]
         if self._commits is not None:
             self._commits.remove_leftovers(None)
-        return next(filter(None, failures), None)
+        return failures
 
     def __enter__(self) -> TensorStore:
         self._check_open()
@@ -894,7 +896,7 @@ class TensorStore(Owned):
 
     def __repr__(self) -> str:
         state = "closed " if self._closed else ""
-        return f"<{state}tensorferry.store.TensorStore {[one.path for one in self._folders]!r}>"
+        return f"<{state}tensorferry.store.TensorStore {[one.folder.path for one in self._directories]!r}>"
 
     # Writes that have ended
 
@@ -973,7 +975,9 @@ class TensorStore(Owned):
     def _check_open(self, *, writing: bool = False) -> None:
         self._check_process()
         if self._closed:
-            raise ValueError(f"the store {[one.path for one in self._folders]!r} is closed")
+            raise ValueError(
+                f"the store {[one.folder.path for one in self._directories]!r} is closed"
+            )
         if writing and not self._writable:
             raise ValueError("the store was opened for reading only (remedy: write to a new store)")
 
@@ -1009,11 +1013,6 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     if weights is None:
         return [1.0] * count
     shares = [float(weight) for weight in weights]
-    if len(shares) != count:
-        raise ValueError(
-            f"weights: one for each of the {count} directories is needed (got {len(shares)})"
-        )
-    for at, share in enumerate(shares):
-        if not (share > 0 and math.isfinite(share)):
-            raise ValueError(f"weights[{at}]: {share} is not positive")
+    if len(shares) != count or not all(0 < share < math.inf for share in shares):
+        raise ValueError(f"weights: expected {count} positive numbers (got {weights!r})")
     return shares
