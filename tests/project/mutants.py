@@ -310,8 +310,8 @@ MUTANTS = [
         "files-of-a-snapshot-are-written-again",
         "a snapshot or commit is complete or absent",
         "src/tensorferry/store/tensor_store.py",
-        "was_frozen, segment.frozen = segment.frozen, True",
-        "was_frozen = segment.frozen",
+        "segment.frozen, places[segment] = True, (at, name)",
+        "places[segment] = at, name",
         "tests/store/test_lasting.py::test_a_snapshot_has_what_was_stored_and_keeps_it",
     ),
     _mutant(

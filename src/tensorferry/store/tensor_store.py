@@ -348,8 +348,8 @@ class TensorStore(Owned):
         with self._lock:
             self._check_open()
             request = transfers.submit(file, piece, memory, future, sums, write=False)
+            future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
             self._pending.add(future)
-        future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(False, name, 0, memory[1])
         return future
 
@@ -581,12 +581,9 @@ class TensorStore(Owned):
             used[kept.piece.segment] += kept.piece.nbytes
         for segment in used:
             at = segment.directory.number if len(folders) > 1 else 0
-            if 2 * used[segment] >= segment.nbytes and not segment.sync_failed:
-                was_frozen, segment.frozen = segment.frozen, True
-                if link(segment, folders[at], name := new_name()):
-                    places[segment] = at, name
-                else:
-                    segment.frozen = was_frozen
+            is_due = 2 * used[segment] >= segment.nbytes and not segment.sync_failed
+            if is_due and link(segment, folders[at], name := new_name()):
+                segment.frozen, places[segment] = True, (at, name)
         self._sync(places)
         targets = [
             StoreDirectory(at, folder, self._schedulers[at], self._lock, new_name=new_name)
@@ -867,7 +864,7 @@ class TensorStore(Owned):
 
     def _finish(self) -> bool:
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
-        futures = [one for one in self._pending.alive() if one._request is not None]
+        futures = self._pending.alive()
         waits: list[Callable[[float], bool]] = [one._request.wait for one in futures]
         waits += [
             one.file.retire for each in self._directories for one in each.segments if one.file
