@@ -159,7 +159,10 @@ class StoreDirectory:
         self.segments: dict[Segment, None] = {}
         self.growing = threading.RLock()  # held by the thread that makes or extends a file
         self.closed = False
-        self.has_new_names = True  # since the directory was synced
+        self.names_made, self.names_synced = (
+            1,
+            0,
+        )  # the names of files, and how many of them are durable
         self.live_nbytes = 0  # the space of the pieces in use, except those in frozen segments
         self.free_nbytes = 0  # the space of the free pieces
         self.reserved_nbytes = 0  # the space that reserve() has promised
@@ -332,9 +335,11 @@ class StoreDirectory:
 
     def _new_segment(self, alone: bool) -> Segment:
         if self.new_name is not None:
-            self.has_new_names = True
-            name = self.new_name()
-            return Segment(self, name, self.open(name, _CREATE), alone)
+            segment = Segment(self, name := self.new_name(), self.open(name, _CREATE), alone)
+            self.names_made += (
+                1  # only now, so a sync that has begun before does not count for this name
+            )
+            return segment
         try:
             return Segment(self, "", self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
         except StorageError as error:
@@ -383,9 +388,9 @@ class StoreDirectory:
 
     def sync_names(self) -> None:
         """Make the names of new files durable."""
-        if self.has_new_names:
+        if self.names_synced != (names_made := self.names_made):
             self.folder.sync()
-            self.has_new_names = False
+            self.names_synced = names_made
 
     def tidy(self, *, with_frozen: bool) -> list[Segment]:
         """Remove free segments beyond the allowance, and return shared ones from which to copy the tensors to others.

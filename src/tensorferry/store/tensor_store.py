@@ -811,12 +811,11 @@ class TensorStore(Owned):
         self._tidy()
         with self._lock:
             self._sweep()
-            schedulers = list(dict.fromkeys(self._schedulers))
             return {
                 "tensors": len({*self._names, *self._writing}),
                 "in_flight": sum(not one.done() for one in self._pending.alive()),
                 "directories": [directory.stats() for directory in self._directories],
-                "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
+                "workers": summed_stats([scheduler.stats() for scheduler in self._schedulers]),
             }
 
     # Closing
