@@ -169,7 +169,7 @@ class StoreDirectory:
         # The bytes that were written since the last commit, and between that and the one before it.
         self.changed_nbytes = self.earlier_nbytes = 0
         self.dropped: deque[Extent] = deque()
-        self._free: dict[int, list[Piece]] = {}  # by size; the size that was freed last comes last
+        self._free: dict[int, deque[Piece]] = {}  # by size; the size that was freed last comes last
         self._shared: Segment | None = None  # the shared segment that gets new pieces
         self._has_empty = False
         block = os.fstatvfs(folder.descriptor).f_bsize
@@ -243,14 +243,14 @@ class StoreDirectory:
     def purge(self) -> None:
         """Drop the free pieces in frozen segments."""
         for size in list(self._free):
-            self._free[size] = [one for one in self._free[size] if not one.segment.frozen]
+            pieces = self._free[size]
+            self._free[size] = deque(one for one in pieces if not one.segment.frozen)
         self.count()
 
     def _add_free(self, piece: Piece) -> None:
-        pieces = self._free.pop(piece.nbytes, [])
+        pieces = self._free.pop(piece.nbytes, deque())
         # Files that were written before come first: the first write of a file takes half as long again.
-        is_last = piece.segment.alone and piece.segment.written == 0
-        pieces.insert(0 if is_last else len(pieces), piece)
+        (pieces.append if piece.segment.written else pieces.appendleft)(piece)
         self._free[piece.nbytes] = pieces
         self.free_nbytes += piece.nbytes
 
@@ -431,7 +431,7 @@ class StoreDirectory:
                 count = max(min(-(-nbytes // size), (self.free_nbytes - kept_nbytes) // size), 0)
                 alone = [piece for piece in self._free[size] if piece.segment.alone][:count]
                 due = set(alone)
-                self._free[size] = [piece for piece in self._free[size] if piece not in due]
+                self._free[size] = deque(piece for piece in self._free[size] if piece not in due)
                 nbytes -= size * len(alone)
                 for piece in alone:
                     self.free_nbytes -= piece.nbytes
