@@ -16,8 +16,8 @@ from tests.support.effort import EFFORT
 from tests.support.interrupts import At
 
 SOURCES = str(Path(tensorferry.store.__file__).parent)
-# A run of `work` has about 3900 moments; one in so many of them is tried.
-STEP = 300 if EFFORT < 2 else 89
+# A run of `work` has about 3000 moments; one in so many of them is tried.
+STEP = 200 if EFFORT < 2 else 89
 
 
 def begun(path):

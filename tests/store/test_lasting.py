@@ -250,19 +250,6 @@ def test_a_snapshot_shares_files_and_the_store_gets_their_space_back(tmp_path, t
             assert (store.read(str(at)).result() == (2 if at % 8 else 1)).all()
 
 
-def test_snapshots_over_several_directories(tmp_path):
-    with TensorStore([tmp_path / "a", tmp_path / "b"]) as store:
-        tensors = fill(store, 1)
-        store.snapshot(tmp_path / "one")
-        two = [tmp_path / "a" / "two", tmp_path / "b" / "two"]
-        store.snapshot(two)
-        with pytest.raises(ValueError, match="path"):
-            store.snapshot([tmp_path / "x", tmp_path / "y", tmp_path / "z"])
-    for path in (tmp_path / "one", two):
-        with TensorStore.open(path) as old:
-            assert_has(old, tensors)
-
-
 @pytest.mark.parametrize("letter", ["s", "字"])
 def test_a_snapshot_may_have_any_name_that_the_file_system_takes(tmp_path, store, letter):
     tensors = fill(store, 1, count=3)
@@ -295,17 +282,6 @@ def assert_has_commit(path, record, *, previous=False):
 
 def segments_in(path):
     return list(path.glob("*.segment"))
-
-
-def test_a_commit_is_found_after_the_store_has_gone(tmp_path, named):
-    tensors = fill(named, 1)
-    named.commit(b"one", sync=True)
-    for seed in (5, 9):
-        fill(named, seed)
-    named.close()
-    with TensorStore.open(tmp_path / "named") as old:
-        assert old.record == b"one"
-        assert_has(old, tensors)
 
 
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
@@ -391,29 +367,6 @@ def test_directories_in_another_order_are_noticed(tmp_path):
             TensorStore.open(wrong)
     with TensorStore.open(paths) as old:
         assert_has(old, tensors)
-
-
-def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
-    """Also in the run after, which may go back to it, and in twice the space."""
-    path = tmp_path / "s"
-    with TensorStore(path, temporary=False) as store:
-        for number in range(1, 6):
-            store.drop_previous()
-            commit_number(store, number, keep_previous=True)
-    assert len(segments_in(path)) == 6
-    assert_has_commit(path, b"5")
-    assert_has_commit(path, b"4", previous=True)
-    with TensorStore(path, temporary=False) as store:
-        store.go_back()
-        commit_number(store, 6, keep_previous=True)
-    assert_has_commit(path, b"6")
-    assert_has_commit(path, b"4", previous=True)
-    with TensorStore(path, temporary=False) as store:
-        commit_number(store, 7)
-    assert_has_commit(path, b"7")
-    with pytest.raises(tensorferry.StorageError, match="No such file"):
-        TensorStore.open(path, previous=True)
-    assert len(segments_in(path)) == 3
 
 
 def test_a_commit_that_is_killed_anywhere_leaves_one_that_cannot_be_dropped(tmp_path):

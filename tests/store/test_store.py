@@ -84,30 +84,18 @@ def test_names(store):
             action("a")
 
 
-def test_a_read_that_was_begun_survives_delete(store):
-    data = pattern(4 * LARGE)
-    store.write("a", data)
-    future = store.read("a")
-    store.delete("a")
-    store.write("b", pattern(8 * LARGE, 1)).result()
-    assert (future.result() == data).all()
-
-
 def test_unusable_arguments_are_refused_before_anything_happens(tmp_path, store):
     store.write("a", b"abc").result()
     with pytest.raises(ValueError, match="3 bytes, and out has 4"):
         store.read("a", out=bytearray(4))
     with pytest.raises(TypeError, match="name"):
         store.write(3, b"")
-    with pytest.raises(ValueError, match="priority"):
-        store.write("a", b"", priority="high")
+    with pytest.raises(ValueError, match="path: expected one path"):
+        store.snapshot([tmp_path / "x", tmp_path / "y"])
     for wrong in (
         {"weights": [1, 2]},
         {"weights": [0]},
-        {"direct": "perhaps"},
         {"engine": "perhaps"},
-        {"block_size": -1},
-        {"queue_depth": -1},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             TensorStore(tmp_path / "other", **wrong)

@@ -117,66 +117,6 @@ def test_nothing_is_left_of_a_store_that_is_dropped(tmp_path):
     assert leaks.settled(lambda: leaks.count_descriptors() <= before)
 
 
-@pytest.mark.parametrize("temporary", [True, False])
-@pytest.mark.parametrize("call", ["open", "fallocate"])
-def test_a_directory_that_grows_slowly_stops_no_other(tmp_path, call, temporary):
-    if refusal := slow_calls.why_unavailable():
-        required.missing("slow calls", refusal)
-    if call == "open" and temporary:
-        call = "open_directory"  # the name of calls that open an unnamed file
-    environment = slow_calls.SlowCalls(tmp_path / "slow-calls").environment()
-    arguments = {"directory": tmp_path, "call": call, "temporary": temporary}
-    child.call(f"{__name__}:others_go_on", environment=environment, **arguments)
-
-
-def others_go_on(directory, call, temporary):
-    """Write and read while the new segment of one directory hangs."""
-    segments.LARGE_NBYTES = LARGE  # in this process, without the fixture
-    calls = slow_calls.attached()
-    paths = [f"{directory}/fast", f"{directory}/slow"]  # commits are written to the first one
-    with TensorStore(paths, temporary=temporary) as store:
-        for at in range(8):
-            store.write(f"old{at}", full(at, LARGE)).result()
-        if not temporary:
-            store.commit()  # the first one writes into all directories
-        opens = call == "open"
-        calls.order(Rule(call, paths[1], hold=True))
-        names = [f"waits{at}" for at in range(4)]
-        threads = [
-            threading.Thread(target=lambda name=name: store.write(name, full(9, LARGE)).result())
-            for name in names
-        ]
-        for thread in threads:
-            thread.start()
-        calls.await_held()
-
-        def go_on():
-            for at in range(20):
-                store.write(f"new{at}", full(at, LARGE)).result()
-                assert (store.read(f"new{at}").result() == at).all()
-                if not opens:  # a read opens the file of a large tensor
-                    assert (store.read(f"old{at % 8}").result() == at % 8).all()
-            store.delete("new0")
-            if not temporary:
-                store.commit()
-            assert len(store) >= 8 + 19
-            assert store.stats()["directories"][0]["used_nbytes"] >= 19 * LARGE
-            gone_on.append(calls.held())
-
-        gone_on = []
-        going = threading.Thread(target=go_on)
-        going.start()
-        going.join(60)
-        calls.clear()
-        going.join()
-        assert gone_on
-        assert gone_on[0] >= 1
-        for thread in threads:
-            thread.join()
-        for name in names:
-            assert (store.read(name).result() == 9).all()
-
-
 def test_a_store_that_is_closed_while_it_grows_leaves_no_file(tmp_path):
     if refusal := slow_calls.why_unavailable():
         required.missing("slow calls", refusal)

@@ -11,52 +11,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pathlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredTensor
 from tensorferry.store.tensors import TensorInfo, text_of
-from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
-    from array import array as numbers
     from collections.abc import Collection, Mapping, Sequence
 
     from tensorferry.store.folder import Folder
-    from tensorferry.store.segments import Piece, Segment
+    from tensorferry.store.segments import Segment
+    from tensorferry.store.transfers import KeptTensor
 
 
-class KeptTensor(NamedTuple):
-    """A stored tensor: its description, its piece, and the CRC-32s of its chunks or None."""
-
-    info: TensorInfo
-    piece: Piece
-    chunks: numbers[int] | None
-
-
-class Contents(NamedTuple):
-    """The tensors and the record of a commit or a snapshot. Their pieces are not used again while this exists."""
-
-    record: bytes
-    tensors: Mapping[str, KeptTensor]
-
-    def segments(self) -> dict[Segment, None]:
-        """Return the segments of all tensors."""
-        return dict.fromkeys(kept.piece.segment for kept in self.tensors.values())
-
-    def manifest(self, places: Mapping[Segment, tuple[int, str]], empty: Manifest) -> Manifest:
-        """Return the manifest. ``places`` has the number of the directory and the name of each segment."""
-        at = {segment: number for number, segment in enumerate(places)}
-        tensors = {
-            name: StoredTensor(
-                info._replace(dtype=text_of(info.dtype)), at[piece.segment], piece.offset, chunks
-            )
-            for name, (info, piece, chunks) in self.tensors.items()
-        }
-        segments = list(places.values())
-        return empty._replace(record=self.record, segments=segments, tensors=tensors)
+def filled_manifest(
+    empty: Manifest,
+    record: bytes,
+    tensors: Mapping[str, KeptTensor],
+    places: Mapping[Segment, tuple[int, str]],
+) -> Manifest:
+    """Return a manifest of tensors. ``places`` has the number of the directory and the name of each segment."""
+    at = {segment: number for number, segment in enumerate(places)}
+    stored = {
+        name: StoredTensor(
+            TensorInfo(text_of(info.dtype), *info[1:]), at[piece.segment], piece.offset, chunks
+        )
+        for name, (info, piece, chunks) in tensors.items()
+    }
+    return empty._replace(record=record, segments=tuple(places.values()), tensors=stored)
 
 
 class Commits:
@@ -68,18 +52,16 @@ class Commits:
         Another store writes into a directory, or it has files that this store would ignore or remove.
     """
 
-    def __init__(self, folders: Sequence[Folder], chunk_nbytes: int) -> None:
+    def __init__(self, folders: Sequence[Folder]) -> None:
         self.run, self.store = os.urandom(8).hex(), os.urandom(8).hex()
         self.has_committed = False  # if False, the last commit is of another run
         self._synced = True  # whether the last commit is durable
-        # All manifests that may exist, by their numbers: the names of their files, and the contents if they are of this
-        # run. After a failed commit it is unknown whether its manifest exists.
-        self._kept: dict[int, tuple[Collection[str], Contents | None]] = {}
+        # All manifests that may exist, by their numbers: the names of their files, and the tensors if they are of this
+        # run, which keeps their pieces. After a failed commit it is unknown whether its manifest exists.
+        self._kept: dict[int, tuple[Collection[str], Mapping[str, KeptTensor]]] = {}
         self._folders = folders
         for folder in folders:
             folder.lock(self.run)
-        # A commit needs a rename. Report now if the file system does not support it.
-        publication.check_renames(pathlib.Path(folders[0].inner), replaced=False)
         existing = manifests.numbers_in(folders[0].names(), folders[0].path)
         self._next = max(existing, default=0) + 1
         self.last = None  # the number of the last commit
@@ -91,8 +73,7 @@ class Commits:
             except StorageError as error:
                 if error.errno is not None:  # it may be intact, but cannot be read now
                     raise
-        what = (self.store, self.run, None, len(folders), 0, chunk_nbytes)
-        self.empty = Manifest(*what, b"", [], {})
+        self.empty = Manifest(self.store, self.run, len(folders))
         for number, folder in enumerate(folders):
             self._check_owner(folder, number)
         for number in existing:
@@ -102,7 +83,7 @@ class Commits:
 
     def _keep(self, found: tuple[int, Manifest] | None) -> None:
         if found is not None:
-            self._kept[found[0]] = [name for _, name in found[1].segments], None
+            self._kept[found[0]] = [name for _, name in found[1].segments], {}
 
     def _check_owner(self, folder: Folder, number: int) -> None:
         """Raise StorageError if a directory belongs to another store, or has another place in this one."""
@@ -117,7 +98,7 @@ class Commits:
             )
 
     def publish(
-        self, contents: Contents, manifest: Manifest, *, sync: bool, keep_previous: bool
+        self, manifest: Manifest, tensors: Mapping[str, KeptTensor], sync: bool, keep_previous: bool
     ) -> None:
         """Write the manifest of a new commit, and remove those of all commits that are not kept.
 
@@ -126,32 +107,24 @@ class Commits:
         StorageError
             The manifest cannot be written. The last commit is this one, or still the one before.
         """
-        first, number, previous = self._folders[0], self._next, self.last if keep_previous else None
+        number, previous = self._next, self.last if keep_previous else None
         data = manifests.to_bytes(manifest._replace(previous=previous))
-        # The other folders get theirs when the commit exists. Until then they have no files that must be kept.
-        for at, folder in enumerate(self._folders[: 1 if self.has_committed else None]):
-            if folder is not first:
+        # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
+        self._kept[number] = [name for _, name in manifest.segments], tensors
+        self._next += 1
+        try:
+            self._folders[0].write(manifests.name_of(number), data, sync=sync)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self.drop(self._kept.keys() - {number}, durably=True)
+            raise
+        # The other folders get theirs when the first commit exists. Until then they have no files that must be kept.
+        for at, folder in enumerate(self._folders):
+            if at > 0 and not self.has_committed and manifests.find(folder) is None:
                 data = manifests.to_bytes(self.empty._replace(directory=at))
-            temporary = f".tensorferry-store-{self.run}.tmp"
-            with publication.storage_errors(folder.path, "writing the manifest of a store"):
-                path = pathlib.Path(folder.inner, temporary)
-                with publication.remove_on_error(path):
-                    publication.write_temporary(path, data, sync=sync)
-                    if folder is first:
-                        # Until a later commit succeeds, the pieces of this one and of the last one must be kept.
-                        self._kept[number] = (
-                            [one.name or "" for one in contents.segments()],
-                            contents,
-                        )
-                        self._next += 1
-                    name = manifests.name_of(number if folder is first else 1)
-                    publication.rename(temporary, name, directory=folder.descriptor)
-                if sync:
-                    folder.sync()
+                folder.write(manifests.name_of(1), data, sync=sync)
         self.last, self._synced, self.has_committed = number, sync, True
-        with contextlib.suppress(
-            StorageError
-        ):  # the commit has succeeded; the next one tries again
+        with contextlib.suppress(StorageError):  # the next commit tries again
             self.drop({number, previous})
 
     def drop(self, kept: Collection[int | None], *, durably: bool = False) -> None:

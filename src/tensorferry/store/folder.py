@@ -14,12 +14,18 @@ import errno
 import fcntl
 import json
 import os
+import pathlib
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import is_locked, open_lock_file, set_lock
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
-from tensorferry.transfer.publication import OWN_FILES, storage_errors, sync_open_directory
+from tensorferry.transfer.publication import (
+    OWN_FILES,
+    storage_errors,
+    sync_open_directory,
+    write_temporary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -72,6 +78,13 @@ class Folder:
         missing = contextlib.suppress(FileNotFoundError)
         with storage_errors(self.join(name), "removing a store's files"), missing:
             os.unlink(name, dir_fd=self.descriptor)
+
+    def write(self, name: str, data: bytes, *, sync: bool) -> None:
+        """Write a manifest. If this fails, it is removed."""
+        with storage_errors(self.join(name), "writing the manifest of a store"):
+            write_temporary(pathlib.Path(self.inner, name), data, sync=sync)
+            if sync:
+                sync_open_directory(self.descriptor)
 
     def names(self) -> set[str]:
         """Return the names of all files."""

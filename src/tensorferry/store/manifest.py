@@ -3,15 +3,15 @@
 Commits are numbered, and each has its own file, ``tensorferry-store-NUMBER.json``. The last commit is the one with the
 highest number. The first line has the CRC-32 and the size of the rest, which is one line with all data:
 
-    {"format": "tensorferry.store", "version": 2, "store": ..., "run": ..., "previous": 6, "directories": 1,
-     "directory": 0, "chunk_nbytes": ..., "record": ..., "segments": [...], "tensors": [...]}
+    {"format": "tensorferry.store", "version": 3, "store": ..., "run": ..., "directories": 1, "directory": 0,
+     "previous": 6, "record": ..., "segments": [...], "tensors": [...]}
 
 "store" is a random identifier that all commits in a directory have, and "run" that of the store object that wrote the
 manifest, which is in its file names. "previous" is the number of the commit that was kept with this one, or null.
 "record" is data of the program, in base64. Each segment, which is a file with tensors, is ``[directory, name]``. Each
-tensor is ``[name, dtype, shape, nbytes, segment, offset, checksums]``, with one CRC-32 for each ``chunk_nbytes`` of it,
-or null. The first of several directories has the manifests of all commits. Each of the others has one without tensors,
-which shows to which store it belongs, as the directory with the number "directory".
+tensor is ``[name, dtype, shape, nbytes, segment, offset, checksums]``, with one CRC-32 for each 256 KiB of it, or null.
+The first of several directories has the manifests of all commits. Each of the others has one without tensors, which
+shows to which store it belongs, as the directory with the number "directory".
 
 The text is UTF-8 in which surrogates are allowed, because names may be any strings, and JSON's escapes would join two
 surrogates to one character. A manifest is untrusted input: it is validated completely before any part of it is used.
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.base.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
-from tensorferry.store.tensors import MAX_DIMENSIONS, TensorInfo
+from tensorferry.store.tensors import CHUNK_NBYTES, MAX_DIMENSIONS, TensorInfo
 from tensorferry.transfer.publication import storage_errors
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tensorferry.store.folder import Folder
 
 MAX_DIRECTORIES = 1 << 10
-_FORMAT = {"format": "tensorferry.store", "version": 2}
+_FORMAT = {"format": "tensorferry.store", "version": 3}
 # Pieces begin at multiples of this, on every file system.
 _ALIGNMENT = 4096
 _MAX_NBYTES = 1 << 31
@@ -46,8 +46,7 @@ _MAX_NBYTES = 1 << 31
 _NAME = re.compile(r"tensorferry-store-([1-9]\d{0,17})\.json", re.ASCII)
 _OLD_NAME = "tensorferry-store.json"  # of a format that was never released
 _IDENTIFIERS = re.compile(r"[0-9a-f]{16} [0-9a-f]{16}", re.ASCII)
-# The names of segments and of temporary files, with the run.
-_OWN_NAME = re.compile(r"\.?tensorferry-store-([0-9a-f]{16})(-\d{1,18}\.segment|\.tmp)", re.ASCII)
+_SEGMENT = re.compile(r"tensorferry-store-([0-9a-f]{16})-\d{1,18}\.segment", re.ASCII)
 
 
 class StoredTensor(NamedTuple):
@@ -64,13 +63,12 @@ class Manifest(NamedTuple):
 
     store: str
     run: str
-    previous: int | None
     directories: int
-    directory: int
-    chunk_nbytes: int
-    record: bytes
-    segments: Sequence[tuple[int, str]]
-    tensors: Mapping[str, StoredTensor]
+    directory: int = 0
+    previous: int | None = None
+    record: bytes = b""
+    segments: Sequence[tuple[int, str]] = ()
+    tensors: Mapping[str, StoredTensor] = {}
 
 
 def name_of(number: int) -> str:
@@ -79,8 +77,8 @@ def name_of(number: int) -> str:
 
 
 def run_of(name: str) -> str | None:
-    """Return the run in the name of a segment or a temporary file, or None for any other name."""
-    match = _OWN_NAME.fullmatch(name)
+    """Return the run in the name of a segment, or None for any other name."""
+    match = _SEGMENT.fullmatch(name)
     return match and match[1]
 
 
@@ -151,33 +149,33 @@ def from_bytes(data: bytes) -> Manifest | None:
 
 
 def _checked(content: Manifest) -> Manifest:
-    store, run, previous, count, directory, chunk_nbytes, *_ = content
+    store, run, count, directory, previous, *_ = content
     record: Any = content.record
     segments: Any = content.segments
     tensors: Any = content.tensors
-    sizes = [count, chunk_nbytes, directory, 1 if previous is None else previous]
+    sizes = [count, directory, 1 if previous is None else previous]
     if not (
         _IDENTIFIERS.fullmatch(f"{store} {run}") and _are_sizes(*sizes, *(at for at, _ in segments))
     ):
         raise ValueError("an identifier or a number is invalid")
-    if not (directory < count <= MAX_DIRECTORIES and 4096 <= chunk_nbytes <= 4 << 20):
-        raise ValueError(f"it has {count} directories, and chunks of {chunk_nbytes} bytes")
+    if not directory < count <= MAX_DIRECTORIES:
+        raise ValueError(f"it is number {directory} of {count} directories")
     for at, name in segments:
-        if at >= count or run_of(name) is None or not name.endswith(".segment"):
+        if at >= count or run_of(name) is None:
             raise ValueError(f"{name!r} in directory {at} is not a segment")
     found: dict[str, StoredTensor] = {}
     for name, *stored in tensors:
         if type(name) is not str or name in found:
             raise ValueError(f"tensor name {name!r} is not a string, or is a duplicate")
-        found[name] = _tensor(name, len(segments), chunk_nbytes, *stored)
+        found[name] = _tensor(name, len(segments), *stored)
     return content._replace(
         record=base64.b64decode(record, validate=True),
-        segments=[(at, name) for at, name in segments],
+        segments=tuple((at, name) for at, name in segments),
         tensors=found,
     )
 
 
-def _tensor(tensor: str, count: int, chunk_nbytes: int, *stored: Any) -> StoredTensor:
+def _tensor(tensor: str, count: int, *stored: Any) -> StoredTensor:
     dtype, shape, nbytes, segment, offset, sums = stored
     chunks = None if sums is None else numbers("I", sums)
     if not (
@@ -185,14 +183,14 @@ def _tensor(tensor: str, count: int, chunk_nbytes: int, *stored: Any) -> StoredT
         and _are_sizes(nbytes, segment, offset, *shape)
         and len(shape) <= MAX_DIMENSIONS
         and (segment < count and offset % _ALIGNMENT == 0 and offset + nbytes <= MAX_FILE_NBYTES)
-        and (chunks is None or len(chunks) == -(-nbytes // chunk_nbytes))
+        and (chunks is None or len(chunks) == -(-nbytes // CHUNK_NBYTES))
     ):
         raise ValueError(f"tensor {tensor!r}: {stored!r:.500} is invalid")
     return StoredTensor(TensorInfo(dtype, tuple(shape), nbytes), segment, offset, chunks)
 
 
 def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value <= MAX_FILE_NBYTES for value in values)
+    return {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= MAX_FILE_NBYTES
 
 
 def read(folder: Folder, number: int) -> Manifest | None:

@@ -70,8 +70,8 @@ class Segment:
 
     Attributes
     ----------
-    name : str or None
-        None for an unnamed file.
+    name : str
+        Empty for an unnamed file.
     file : _core.File or None
         The open file; None for a named segment alone.
     nbytes, end : int
@@ -83,7 +83,7 @@ class Segment:
     """
 
     def __init__(
-        self, directory: StoreDirectory, name: str | None, file: _core.File | None, alone: bool
+        self, directory: StoreDirectory, name: str, file: _core.File | None, alone: bool
     ) -> None:
         self.directory, self.name, self.file, self.alone = directory, name, file, alone
         self.nbytes = self.end = self.written = self.synced = 0
@@ -99,14 +99,14 @@ class Segment:
         """Raise StorageError if a sync has failed: a later one may succeed although data were lost."""
         if self.sync_failed:
             why = "an earlier sync of the file has failed; remedy: write its tensors again"
-            path = self.directory.folder.join(self.name or "")
+            path = self.directory.folder.join(self.name)
             raise StorageError(errno.EIO, f"{os.strerror(errno.EIO)} ({why})", path)
 
     def open(self) -> _core.File:
         """Return the open file. If it is a named segment alone, the request that uses it closes it."""
         if self.file is not None:
             return self.file
-        directory, name = self.directory, self.name or ""
+        directory, name = self.directory, self.name
         file = with_descriptors(directory.scheduler, lambda: directory.open(name, alone=self.alone))
         self.file = None if self.alone else file
         return file
@@ -141,36 +141,35 @@ class Extent(weakref.ref[Piece]):
 class StoreDirectory:
     """One of a store's directories, with its segments and its scheduler.
 
-    ``lock`` is the store's lock, which is notified when a file was made. ``new_name`` returns the names of new
-    segments, or is None for unnamed ones.
+    ``lock`` is the store's lock. ``new_name`` returns the names of new segments, or is None for unnamed ones.
     """
 
     def __init__(
         self,
+        number: int,
         folder: Folder,
         scheduler: _core.Scheduler,
-        lock: threading.Condition,
-        direct: str,
-        new_name: Callable[[], str] | None,
+        lock: threading.RLock,
         weight: float = 1.0,
         writable: bool = True,
+        new_name: Callable[[], str] | None = None,
     ) -> None:
-        self.folder, self.scheduler, self.weight = folder, scheduler, weight
-        self._lock, self._direct, self._writable = lock, direct, writable
-        self._new_name = new_name
+        self.number, self.folder, self.scheduler, self.weight = number, folder, scheduler, weight
+        self._lock, self._writable, self.new_name = lock, writable, new_name
         self.segments: dict[Segment, None] = {}
         self.growing = threading.RLock()  # held by the thread that makes or extends a file
-        self.is_growing = False  # other threads read this without waiting for `growing`
         self.closed = False
-        self.has_new_names = True  # since the directory was synced
+        self.names_made, self.names_synced = (
+            1,
+            0,
+        )  # the names of files, and how many of them are durable
         self.live_nbytes = 0  # the space of the pieces in use, except those in frozen segments
-        self.free_nbytes = 0  # the space of the free pieces, and of those in shared segments
-        self.shared_free_nbytes = 0
+        self.free_nbytes = 0  # the space of the free pieces
         self.reserved_nbytes = 0  # the space that reserve() has promised
-        # The bytes that were written since the last commit, and between the last one and the one before it.
+        # The bytes that were written since the last commit, and between that and the one before it.
         self.changed_nbytes = self.earlier_nbytes = 0
         self.dropped: deque[Extent] = deque()
-        self._free: dict[int, list[Piece]] = {}  # by size; the size that was freed last comes last
+        self._free: dict[int, deque[Piece]] = {}  # by size; the size that was freed last comes last
         self._shared: Segment | None = None  # the shared segment that gets new pieces
         self._has_empty = False
         block = os.fstatvfs(folder.descriptor).f_bsize
@@ -181,10 +180,6 @@ class StoreDirectory:
         """Return the space for ``nbytes``: at least one block."""
         return max(-(-nbytes // self._granularity), 1) * self._granularity
 
-    def load(self, nbytes: int) -> float:
-        """Return the bytes in use, with ``nbytes`` more, in relation to the directory's weight."""
-        return (self.live_nbytes + nbytes) / self.weight
-
     # Tables. The caller holds the store's lock.
 
     def take(self, nbytes: int) -> Piece | None:
@@ -192,10 +187,13 @@ class StoreDirectory:
         if not (pieces := self._free.get(nbytes)):
             return None
         piece = pieces.pop()
-        self._count_free(piece, -1)
+        self.free_nbytes -= nbytes
         self.live_nbytes += nbytes
-        self.changed_nbytes += nbytes
         return piece
+
+    def carve(self, nbytes: int) -> Piece | None:
+        """Return a new piece for a small tensor if the shared file has space for it at its end, else None."""
+        return self._carve(self._shared, nbytes) if nbytes < LARGE_NBYTES else None
 
     def reclaim(self) -> None:
         """Make the pieces free to which nothing refers any more."""
@@ -217,9 +215,7 @@ class StoreDirectory:
         self.reclaim()
         used = {one: one.used_nbytes for one in self.segments}
         self._free = {size: pieces for size, pieces in self._free.items() if pieces}
-        self.free_nbytes = self.shared_free_nbytes = 0
-        for piece in self.free_pieces():
-            self._count_free(piece, 1)
+        self.free_nbytes = sum(piece.nbytes for piece in self.free_pieces())
         self.live_nbytes = sum(n for one, n in used.items() if not one.frozen) - self.free_nbytes
         self._has_empty = True
         tail = 0 if self._shared is None else self._shared.nbytes - self._shared.end
@@ -247,18 +243,16 @@ class StoreDirectory:
     def purge(self) -> None:
         """Drop the free pieces in frozen segments."""
         for size in list(self._free):
-            self._free[size] = [one for one in self._free[size] if not one.segment.frozen]
+            pieces = self._free[size]
+            self._free[size] = deque(one for one in pieces if not one.segment.frozen)
         self.count()
 
     def _add_free(self, piece: Piece) -> None:
-        pieces = self._free.pop(piece.nbytes, [])
-        pieces.append(piece)
+        pieces = self._free.pop(piece.nbytes, deque())
+        # Files that were written before come first: the first write of a file takes half as long again.
+        (pieces.append if piece.segment.written else pieces.appendleft)(piece)
         self._free[piece.nbytes] = pieces
-        self._count_free(piece, 1)
-
-    def _count_free(self, piece: Piece, sign: int) -> None:
-        self.free_nbytes += sign * piece.nbytes
-        self.shared_free_nbytes += 0 if piece.segment.alone else sign * piece.nbytes
+        self.free_nbytes += piece.nbytes
 
     # Files. The caller does not hold the store's lock.
 
@@ -266,8 +260,7 @@ class StoreDirectory:
         """Open or create a file."""
         try:
             with self.folder.opened(name, flags if self._writable else os.O_RDONLY) as descriptor:
-                how = (self._writable, self._direct, alone)
-                return _core.file_from_descriptor(descriptor, *how)
+                return _core.file_from_descriptor(descriptor, self._writable, "auto", alone)
         except BaseException as error:
             if flags == _CREATE and getattr(error, "errno", None) != errno.EEXIST:
                 self.folder.unlink(name)
@@ -286,52 +279,43 @@ class StoreDirectory:
             The store was closed meanwhile.
         """
         with self.growing:
-            try:
-                with self._lock:
-                    self.is_growing = True
-                alone = nbytes >= LARGE_NBYTES and self._may_have_file()
-                segment = None if alone else self._shared
-                # Another thread may have extended the file while this one waited, or may take what this one adds.
-                while segment is None or (piece := self._carve(segment, nbytes)) is None:
-                    largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
-                    if segment is None or segment.frozen or segment.end + nbytes > largest:
-                        segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
-                    step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
-                    try:
-                        step = 0 if alone else step
-                        self._extend(segment, nbytes, step, keep)
-                    except BaseException:
-                        if not segment.extents and segment is not self._shared:
-                            self._remove(segment)
-                        raise
-            finally:
-                with self._lock:
-                    self.is_growing = False
-                    self._lock.notify_all()
-        if alone and segment.file is not None and self._new_name is not None:
-            segment.file.close()
-            segment.file = None
+            alone = nbytes >= LARGE_NBYTES and self._may_have_file()
+            segment = None if alone else self._shared
+            # Another thread may have extended the file while this one waited, or may take what this one adds.
+            while (piece := self._carve(segment, nbytes)) is None:
+                largest = max(_SHARED_NBYTES, self.live_nbytes // _SHARED_COUNT)
+                if segment is None or segment.frozen or segment.end + nbytes > largest:
+                    segment = with_descriptors(self.scheduler, lambda: self._new_segment(alone))
+                step = min(max(segment.nbytes, _MIN_STEP_NBYTES), _MAX_STEP_NBYTES)
+                try:
+                    self._extend(segment, nbytes, 0 if alone else step, keep)
+                except BaseException:
+                    if not segment.extents and segment is not self._shared:
+                        self._remove(segment)
+                    raise
+        if alone and self.new_name is not None and (file := piece.segment.file) is not None:
+            file.close()
+            piece.segment.file = None
         return piece
 
     def _may_have_file(self) -> bool:
         """Return whether a large tensor gets a file: named ones, and unnamed ones while descriptors are left."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        return self._new_name is not None or 2 * len(self.segments) < limit
+        return self.new_name is not None or 2 * len(self.segments) < limit
 
-    def _carve(self, segment: Segment, nbytes: int) -> Piece | None:
+    def _carve(self, segment: Segment | None, nbytes: int) -> Piece | None:
         """Return a new piece at the end of a segment, or None if it has to be extended first."""
         with self._lock:
             if self.closed:
                 raise ValueError("the store was closed during this call")
-            offset = segment.end
-            if segment.frozen or offset + nbytes > segment.nbytes:
+            if segment is None or segment.frozen or segment.end + nbytes > segment.nbytes:
                 return None
+            offset = segment.end
             self.segments[segment] = None
             self._shared = self._shared if segment.alone else segment
             # First, so after an interrupt the next piece comes behind this range.
             segment.end += nbytes
             self.live_nbytes += nbytes
-            self.changed_nbytes += nbytes
             return Piece(segment, offset, nbytes)
 
     def _extend(self, segment: Segment, nbytes: int, step: int, keep: bool) -> None:
@@ -350,12 +334,14 @@ class StoreDirectory:
             segment.nbytes += max(needed, step)
 
     def _new_segment(self, alone: bool) -> Segment:
-        if self._new_name is not None:
-            self.has_new_names = True
-            name = self._new_name()
-            return Segment(self, name, self.open(name, _CREATE), alone)
+        if self.new_name is not None:
+            segment = Segment(self, name := self.new_name(), self.open(name, _CREATE), alone)
+            self.names_made += (
+                1  # only now, so a sync that has begun before does not count for this name
+            )
+            return segment
         try:
-            return Segment(self, None, self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
+            return Segment(self, "", self.open(".", os.O_RDWR | os.O_TMPFILE), alone)
         except StorageError as error:
             if error.errno not in _NO_UNNAMED_FILES:
                 raise
@@ -368,7 +354,7 @@ class StoreDirectory:
             # Some FUSE file systems access files by name, so an unlinked file is unusable there. The named file then
             # remains if the process is killed.
             return Segment(self, name, self.open(name, _CREATE), alone)
-        return Segment(self, None, file, alone)
+        return Segment(self, "", file, alone)
 
     def sync(self, segments: list[Segment]) -> list[StorageError]:
         """Make segments durable, all at the same time, because a sync is mostly waiting. Return all errors.
@@ -402,43 +388,35 @@ class StoreDirectory:
 
     def sync_names(self) -> None:
         """Make the names of new files durable."""
-        if self.has_new_names:
+        if self.names_synced != (names_made := self.names_made):
             self.folder.sync()
-            self.has_new_names = False
+            self.names_synced = names_made
 
-    def tidy(self) -> list[Segment]:
-        """Remove free segments beyond the allowance.
+    def tidy(self, *, with_frozen: bool) -> list[Segment]:
+        """Remove free segments beyond the allowance, and return shared ones from which to copy the tensors to others.
 
-        If too much space in shared segments is free, return the emptiest: their tensors should be copied to others.
+        These have more than a quarter of unused space: if too much is free; and ``with_frozen``, if they are frozen,
+        and no snapshot has them any more.
         """
-        reserved = self.reserved_nbytes - self.live_nbytes
-        due = max(reserved, self.earlier_nbytes - self.changed_nbytes, 0) + _KEPT_NBYTES
-        excess = self.free_nbytes - due
-        if excess > 0 or self._has_empty:
-            self.shrink(excess, max(reserved, 0))
-        excess = self.shared_free_nbytes - due
-        if excess <= 0:
-            return []
-        free: Counter[Segment] = Counter()
-        with self._lock:
-            for piece in self.free_pieces():
-                free[piece.segment] += 0 if piece.segment.alone else piece.nbytes
-        found = []
-        for segment in sorted(free, key=lambda one: one.end - free[one]):
-            if excess > 0 and 4 * free[segment] > segment.end:
-                found.append(segment)
-                excess -= free[segment]
-        return found
-
-    def sparse(self) -> list[Segment]:
-        """Return frozen shared segments of which more than a quarter is unused, and which no snapshot has any more."""
+        reserved = max(self.reserved_nbytes - self.live_nbytes, 0)
+        due = max(reserved, self.earlier_nbytes - self.changed_nbytes) + _KEPT_NBYTES
+        if self.free_nbytes > due or self._has_empty:
+            self.shrink(self.free_nbytes - due, reserved)
         found = []
         with self._lock:  # no other thread closes the file of a segment that has extents
-            for one in [] if self.closed else list(self.segments):
-                if one.frozen and one.extents and not one.alone and one.file is not None:
-                    links = os.fstat(one.file.descriptor).st_nlink
-                    if links <= (one.name is not None) and 4 * one.used_nbytes < 3 * one.end:
-                        found.append(one)
+            excess, free = self.free_nbytes - due, Counter[Segment]()
+            if self.closed or not (excess > 0 or with_frozen):
+                return []
+            for piece in self.free_pieces():
+                free[piece.segment] += piece.nbytes
+            for one in sorted(self.segments, key=lambda one: -free[one]):
+                is_due = with_frozen if one.frozen else excess > 0
+                if one.alone or not is_due or 4 * (one.used_nbytes - free[one]) >= 3 * one.end:
+                    continue
+                links = os.fstat(one.open().descriptor).st_nlink if one.frozen else 0
+                if one.extents and links <= bool(one.name):
+                    excess -= free[one]
+                    found.append(one)
         return found
 
     def shrink(self, nbytes: int, kept_nbytes: int = 0) -> bool:
@@ -453,10 +431,10 @@ class StoreDirectory:
                 count = max(min(-(-nbytes // size), (self.free_nbytes - kept_nbytes) // size), 0)
                 alone = [piece for piece in self._free[size] if piece.segment.alone][:count]
                 due = set(alone)
-                self._free[size] = [piece for piece in self._free[size] if piece not in due]
+                self._free[size] = deque(piece for piece in self._free[size] if piece not in due)
                 nbytes -= size * len(alone)
                 for piece in alone:
-                    self._count_free(piece, -1)
+                    self.free_nbytes -= piece.nbytes
                     del piece.segment.extents[0]
                     found = self._has_empty = True
         if self._has_empty:
@@ -466,24 +444,24 @@ class StoreDirectory:
                     self._remove(segment)
         return found
 
-    def close(self, *, remove: bool = False) -> StorageError | None:
-        """Close all files, and remove those with names if ``remove`` is set. Return the first error."""
-        failure = None
+    def close(self, *, remove: bool = False) -> list[StorageError]:
+        """Close all files, and remove those with names if ``remove`` is set. Return the errors."""
+        failures = []
         for segment in list(self.segments):
             try:
                 if segment.file is not None:
                     segment.file.close()
-                if remove and segment.name is not None:
+                if remove and segment.name:
                     self.folder.unlink(segment.name)
             except StorageError as error:
-                failure = failure or error
-        return failure
+                failures.append(error)
+        return failures
 
     def _remove(self, segment: Segment) -> None:
         """Remove the file of a segment without pieces. If that fails, the next store in the directory does it."""
         self.segments.pop(segment, None)
         with contextlib.suppress(StorageError):
-            if segment.name is not None:
+            if segment.name:
                 self.folder.unlink(segment.name)
         with contextlib.suppress(StorageError):
             if segment.file is not None:

@@ -16,29 +16,28 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.base.checks import absolute_path, direct_mode, integer
+from tensorferry.base.checks import absolute_path, integer
 from tensorferry.base.processes import Owned, when_dropped
 from tensorferry.errors import StorageError, first_error
 from tensorferry.store import manifest as manifests
 from tensorferry.store import transfers
-from tensorferry.store.commits import Commits, Contents, KeptTensor, not_found
+from tensorferry.store.commits import Commits, filled_manifest, not_found
 from tensorferry.store.folder import Folder
+from tensorferry.store.manifest import Manifest
 from tensorferry.store.segments import NO_SPACE, Piece, Segment, StoreDirectory
 from tensorferry.store.snapshots import link, unfinished
-from tensorferry.store.tensors import TensorInfo, info_of, new_array, resolved
-from tensorferry.store.transfers import CHUNK_NBYTES, Read, StoreFuture, TensorVersion
+from tensorferry.store.tensors import CHUNK_NBYTES, TensorInfo, info_of, new_array, resolved
+from tensorferry.store.transfers import KeptTensor, StoreFuture
 from tensorferry.transfer import publication, runtime
 from tensorferry.transfer.arrays import memory_or_segments
-from tensorferry.transfer.files import in_background, scheduler_for_settings
+from tensorferry.transfer.futures import PendingFutures
 from tensorferry.transfer.settings import Settings
 from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.base.checks import Direct, Path
-    from tensorferry.transfer.arrays import AnyMemory
-    from tensorferry.transfer.files import Priority
+    from tensorferry.base.checks import Path
     from tensorferry.transfer.futures import Future
 
 # The files that reserve() makes for tensors of unknown sizes.
@@ -46,7 +45,6 @@ _UNKNOWN_NBYTES = 64 << 20
 # By default, reserve() makes space for tensors of this total size that are being rewritten.
 _IN_FLIGHT_NBYTES = 128 << 20
 _SYNCED_AT_ONCE = 64  # files
-_GROWTH_SECONDS = 10.0  # the wait for a directory in which no other thread makes a file
 # A commit needs a few descriptors, for the manifest and for files to sync. They are kept back for the case that the
 # program, or the store's own transfers, have taken all others.
 _SPARE_DESCRIPTORS = 4
@@ -72,9 +70,7 @@ class TensorStore(Owned):
         the tensors permanent.
     checksums : bool
         Whether to compute CRC-32s on writes, and compare them on reads.
-    direct : "auto", True or False
-        As for :func:`tensorferry.read` and :func:`tensorferry.write`.
-    engine, block_size, queue_depth
+    engine : str, optional
         As for :func:`tensorferry.open`. With several directories, each has separate worker threads.
 
     Raises
@@ -91,6 +87,7 @@ class TensorStore(Owned):
     A write creates a new version in its own space. The old version remains until the write has succeeded, and its space
     is then free for the next tensor of this size. A failed write changes nothing. A read returns the data of the last
     write that began before the read, and waits for that write. If the write fails, the read returns the old version.
+    A write, too, waits for an earlier write of the same tensor.
     :meth:`commit`, :meth:`snapshot` and :meth:`close` raise the error of a failed write if nobody has retrieved it.
 
     The store is not reentrant: a signal handler or a finalizer that calls a store while its thread is in a call of the
@@ -110,39 +107,28 @@ class TensorStore(Owned):
         weights: Sequence[float] | None = None,
         temporary: bool = True,
         checksums: bool = True,
-        direct: Direct = "auto",
         engine: str | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
     ) -> None:
         paths = _checked_directories(directories)
         shares = _checked_weights(weights, len(paths))
-        mode = direct_mode(direct)
-        self._set_up(len(paths), bool(checksums), (engine, block_size, queue_depth))
+        self._set_up(len(paths), bool(checksums), engine)
         try:
             for path in map(pathlib.Path, paths):
                 with publication.storage_errors(path, "making a directory for a store"):
-                    self._made_in += publication.make_directory(path, sync=False)
-                self._folders.append(Folder(str(path)))
-            commits = self._commits = None if temporary else Commits(self._folders, CHUNK_NBYTES)
-            if commits is not None:
+                    publication.make_directory(path, sync=not temporary)
+            self._add_directories(paths, shares)
+            if not temporary:
+                self._commits = Commits([one.folder for one in self._directories])
+                new_name = _names_of(self._commits.run)
+                for directory in self._directories:
+                    directory.new_name = new_name
                 self._keep_spares()
-            self._add_directories(mode, _names_of(commits.run) if commits else None, shares)
         except BaseException:
             self._release()
             raise
 
     @classmethod
-    def open(
-        cls,
-        path: Path | Sequence[Path],
-        *,
-        previous: bool = False,
-        direct: Direct = "auto",
-        engine: str | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
-    ) -> TensorStore:
+    def open(cls, path: Path | Sequence[Path], *, previous: bool = False) -> TensorStore:
         """Open a snapshot, or the last commit of a store, for reading.
 
         Parameters
@@ -151,8 +137,6 @@ class TensorStore(Owned):
             The directories of the snapshot or the store: the same number, in the same order, as at its creation.
         previous : bool
             Open the previous commit, which ``commit(keep_previous=True)`` has kept, instead of the last one.
-        direct, engine, block_size, queue_depth
-            As for the constructor.
 
         Raises
         ------
@@ -161,61 +145,54 @@ class TensorStore(Owned):
             overwrite it (EBUSY).
         """
         paths = _checked_directories(path)
-        mode = direct_mode(direct)
         store = cls.__new__(cls)
-        store._set_up(len(paths), True, (engine, block_size, queue_depth))
+        store._set_up(len(paths), True)
         store._writable = False
         try:
-            store._folders = [Folder(path) for path in paths]
-            store._add_directories(mode, None, [1.0] * len(paths))
+            store._add_directories(paths, [1.0] * len(paths))
             store._open_commit(previous)
         except BaseException:
             store._release()
             raise
         return store
 
-    def _set_up(self, count: int, checksums: bool, settings: tuple[Any, Any, Any]) -> None:
-        # `_lock` guards the tables, and is held for computations only. The others are held for a whole close(), or for
-        # a whole commit or snapshot. Lock order: _closing, _committing, `growing` of a directory, _lock.
+    def _set_up(self, count: int, checksums: bool, engine: str | None = None) -> None:
+        # `_lock` guards the tables, and is held for computations only. The other one is held for a whole commit,
+        # snapshot or close(). Lock order: _committing, `growing` of a directory, _lock.
         self._lock = threading.RLock()
-        self._grown = threading.Condition(self._lock)  # notified when a file was made
-        self._closing = threading.RLock()
         self._committing = threading.RLock()
+        self._locks = [self._lock, self._committing]  # and `growing` of each directory
         self._set_owner()
-        self._checksums, self._chunk_nbytes = checksums, CHUNK_NBYTES
+        self._checksums = checksums
         self._writable, self._closed = True, False
         self._has_ended = False  # close() has completed
         self._record = b""
-        self._names: dict[str, TensorVersion] = {}
-        # What is in progress, as ordered sets, and the errors of failed writes.
-        self._writing: dict[TensorVersion, str] = {}
-        self._reading: dict[Read, None] = {}
+        self._names: dict[str, KeptTensor] = {}
+        # The writes in progress, the oldest first; the futures of all transfers; and the errors of failed writes.
+        self._writing: dict[str, transfers.Write] = {}
+        self._pending = PendingFutures()
         self._failed: list[tuple[StorageError, transfers.Outcome]] = []
         self._sweep_at_count = 64  # see _sweep_sometimes()
-        self._folders: list[Folder] = []
         self._directories: list[StoreDirectory] = []
-        self._made_in: list[pathlib.Path] = []  # directories with new names that may not be durable
         self._spares: list[int] = []
         when_dropped(self, _close_all, self._spares)
         # Invalid settings raise before any directory is made. Several directories have separate workers.
         self._own_schedulers: list[_core.Scheduler] = []
-        for _ in range(count):
-            own: _core.Scheduler | None = scheduler_for_settings(*settings)
-            if own is None and count > 1:
-                own = runtime.make_scheduler(Settings.of())
-            self._own_schedulers += [] if own is None else [own]
+        while engine is not None or count > 1:
+            self._own_schedulers.append(runtime.make_scheduler(Settings.of(engine=engine)))
+            if len(self._own_schedulers) == count:
+                break
         self._schedulers = self._own_schedulers or [runtime.default_scheduler()]
 
-    def _add_directories(
-        self, direct: str, new_name: Callable[[], str] | None, weights: Sequence[float]
-    ) -> None:
-        for folder, scheduler, weight in zip(self._folders, self._schedulers, weights, strict=True):
-            how = (self._grown, direct, new_name, weight, self._writable)
-            self._directories.append(StoreDirectory(folder, scheduler, *how))
+    def _add_directories(self, paths: Sequence[str], weights: Sequence[float]) -> None:
+        for at, (path, weight) in enumerate(zip(paths, weights, strict=True)):
+            how = (self._schedulers[at], self._lock, weight, self._writable)
+            self._directories.append(StoreDirectory(at, Folder(path), *how))
+            self._locks.append(self._directories[-1].growing)
 
     def _open_commit(self, previous: bool) -> None:
         """Find a commit, and add its tensors."""
-        folder = self._folders[0]
+        folder = self._directories[0].folder
         while True:
             found = manifests.find(folder, previous=previous)
             failure = None
@@ -233,28 +210,29 @@ class TensorStore(Owned):
         if failure is not None:
             raise failure
 
-    def _add_tensors(self, manifest: manifests.Manifest) -> None:
-        if (manifest.directories, manifest.directory) != (len(self._folders), 0):
+    def _add_tensors(self, manifest: Manifest) -> None:
+        if (manifest.directories, manifest.directory) != (len(self._directories), 0):
             raise StorageError(
                 None,
-                f"the store has {manifest.directories} directories (got {len(self._folders)}; remedy: pass all "
+                f"the store has {manifest.directories} directories (got {len(self._directories)}; remedy: pass all "
                 "directories, in the order in which the store was created)",
-                self._folders[0].path,
+                self._directories[0].folder.path,
             )
         segments = [
             Segment(self._directories[at], name, None, True) for at, name in manifest.segments
         ]
-        self._record, self._chunk_nbytes = manifest.record, manifest.chunk_nbytes
-        for name, (info, number, offset, chunks) in manifest.tensors.items():
-            piece = Piece(segments[number], offset, info.nbytes)
-            self._names[name] = TensorVersion(info, piece, chunks)
+        self._record = manifest.record
+        self._names = {
+            name: KeptTensor(info, Piece(segments[number], offset, info.nbytes), chunks)
+            for name, (info, number, offset, chunks) in manifest.tensors.items()
+        }
         for directory in self._directories:
             directory.segments = {one: None for one in segments if one.directory is directory}
         for segment in segments:
             ends = [at + one.nbytes for at, one in segment.extents.items() if one.nbytes]
             end = max(ends, default=0)
             segment.alone = len(segment.extents) == 1
-            path = segment.directory.folder.join(segment.name or "")
+            path = segment.directory.folder.join(segment.name)
             with publication.storage_errors(path, "opening a segment of a store"):
                 status = os.lstat(f"{segment.directory.folder.inner}/{segment.name}")
             if not stat.S_ISREG(status.st_mode) or status.st_size < end:
@@ -265,8 +243,8 @@ class TensorStore(Owned):
         """Release the schedulers, the locks and all descriptors."""
         for scheduler in self._own_schedulers:
             runtime.close_scheduler(scheduler, patient=patient)
-        for folder in self._folders:
-            folder.release()
+        for directory in self._directories:
+            directory.folder.release()
         _close_all(self._spares)
 
     @property
@@ -276,7 +254,7 @@ class TensorStore(Owned):
 
     # Tensors
 
-    def write(self, name: str, array: Any, priority: Priority = "normal") -> Future[Any]:
+    def write(self, name: str, array: Any) -> Future[Any]:
         """Begin to store an array under a name. It replaces the tensor that was stored under this name.
 
         Parameters
@@ -285,8 +263,6 @@ class TensorStore(Owned):
             The name, which may be any string.
         array : torch.Tensor, numpy.ndarray, buffer, GPU array, or iterable of these
             The data, as for :func:`tensorferry.write`. Do not change it before the future is done.
-        priority : "normal" or "background"
-            As for :func:`tensorferry.write`.
 
         Returns
         -------
@@ -302,24 +278,32 @@ class TensorStore(Owned):
         """
         if not isinstance(name, str):
             raise TypeError(f"name: {name!r} is not a string")
-        background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
-        version = TensorVersion(info_of(array, memory[1]), None)
-        version.future = future = StoreFuture(array, memory)
+        info, future = info_of(array, memory[1]), StoreFuture(array, memory)
+        sums = _core.Checksums(CHUNK_NBYTES, False, (), False) if self._checksums else None
         with transfers.named(f"writing tensor {name!r}"):
-            self._begin_write(version, memory, self._directories, background)
-        with self._lock:
-            self._check_open()
-            version.previous = self._names.get(name)
-            self._writing[version] = name
-            self._names[name] = version
+            piece = self._allocate(memory[1], self._directories)
+            piece.segment.directory.changed_nbytes += piece.nbytes
+            file = piece.segment.open()
+            request = transfers.submit(file, piece, memory, future, sums, write=True)
+        future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
         future._is_about(True, name, 0, memory[1])
+        self._pending.add(future)
+        write = transfers.Write(info, request, future, piece, sums)
+        while not self._has_begun(name, write):
+            self._settle(name, wait=True)
         self._tidy()
         return future
 
-    def read(self, name: str, out: Any = None, priority: Priority = "normal") -> Future[Any]:
-        """Begin to read the tensor that is stored under a name.
+    def _has_begun(self, name: str, write: transfers.Write) -> bool:
+        """Note a write, unless another one of this tensor is in progress."""
+        with self._lock:
+            self._check_open()
+            return self._writing.setdefault(name, write) is write
+
+    def read(self, name: str, out: Any = None) -> Future[Any]:
+        """Begin to read the tensor that is stored under a name. If it is being written, first wait for the write.
 
         Parameters
         ----------
@@ -329,8 +313,6 @@ class TensorStore(Owned):
             The destination, with exactly the tensor's number of bytes, as for :func:`tensorferry.read`. By default a
             new array of the same kind, dtype and shape as the one that was written: a torch tensor in host memory, a
             NumPy array, or a bytearray for other data.
-        priority : "normal" or "background"
-            As for :func:`tensorferry.read`.
 
         Returns
         -------
@@ -340,29 +322,34 @@ class TensorStore(Owned):
         Raises
         ------
         KeyError
-            No tensor is stored under the name, and none is being written.
+            No tensor is stored under the name.
         ValueError, TypeError
             An argument is invalid. Nothing was read.
+        StorageError
+            The file cannot be opened.
         """
-        background = in_background(priority)
         self._enter()
-        with self._lock:
-            version = self._version_of(name)
-        expected = None
+        self._settle(name, wait=True)
+        info, piece, chunks = self._names[name]
         if out is None:
-            expected, out = version.info, new_array(resolved(version.info))
+            out = new_array(resolved(info))
         out, memory = memory_or_segments(out, writable=True)
-        if memory[1] != version.info.nbytes:
+        if memory[1] != info.nbytes:
             raise ValueError(
-                f"out: tensor {name!r} has {version.info.nbytes} bytes, and out has {memory[1]}"
+                f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
             )
-        future = StoreFuture(out, memory)
-        read = Read(self, version, memory, future, expected, background=background)
+        future, sums = StoreFuture(out, memory), None
+        if chunks is not None:
+            # The caller may not use the memory before the read succeeds, so the data can be verified there.
+            sums = _core.Checksums(CHUNK_NBYTES, False, chunks, True)
+        if (file := piece.segment.file) is None:
+            with transfers.named(f"reading tensor {name!r}"):
+                file = piece.segment.open()  # without the lock, because this may be slow
         with self._lock:
             self._check_open()
-            self._reading[read] = None
-        read.begin_after_write()
-        future._start(read, read.check_memory)
+            request = transfers.submit(file, piece, memory, future, sums, write=False)
+            future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
+            self._pending.add(future)
         future._is_about(False, name, 0, memory[1])
         return future
 
@@ -370,8 +357,9 @@ class TensorStore(Owned):
         """Delete a tensor. Raise KeyError if it does not exist. Reads that have already begun still succeed."""
         self._check_open(writing=True)
         with self._lock:
-            self._version_of(name)
-            self._names.pop(name, None)
+            self._settle(name)
+            if (self._writing.pop(name, None), self._names.pop(name, None)) == (None, None):
+                raise KeyError(name)
         if not self._is_reentrant_call():
             self._tidy()
 
@@ -379,14 +367,14 @@ class TensorStore(Owned):
         """Return the dtype, shape and size of a tensor, as last written. Raise KeyError if it does not exist."""
         self._check_open()
         with self._lock:
-            return resolved(self._version_of(name).info)
+            self._settle(name)
+            return resolved((self._writing.get(name) or self._names[name]).info)
 
     def __contains__(self, name: object) -> bool:
         self._check_open()
-        with self._lock, contextlib.suppress(KeyError, TypeError):
-            self._version_of(name)  # type: ignore[arg-type]
-            return True
-        return False
+        if isinstance(name, str):
+            self._settle(name)
+        return name in self._names or name in self._writing
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -395,47 +383,21 @@ class TensorStore(Owned):
         self._check_open()
         with self._lock:
             self._sweep()
-            return iter(list(self._names))
-
-    def _begin_write(
-        self,
-        version: TensorVersion,
-        memory: AnyMemory,
-        directories: Sequence[StoreDirectory],
-        background: bool,
-    ) -> None:
-        """Allocate a piece for a version, and begin to write it."""
-        piece = self._allocate(memory[1], directories)
-        file, future = piece.segment.open(), version.future
-        assert future is not None
-        if self._checksums:
-            version.sums = _core.Checksums(self._chunk_nbytes, False, (), False)
-        version.piece = piece
-        version.write = transfers.submit(
-            file, piece, memory, future, version.sums, [], write=True, background=background
-        )
-        future._start(version.write, lambda: transfers.moved(memory, file.path, piece.offset))
+            return iter(dict.fromkeys([*self._names, *self._writing]))
 
     def _allocate(
-        self,
-        nbytes: int,
-        directories: Sequence[StoreDirectory],
-        *,
-        new: bool = False,
+        self, nbytes: int, directories: Sequence[StoreDirectory], *, new: bool = False
     ) -> Piece:
         """Return a piece for a tensor: a free one, unless it must be ``new``. The caller holds no lock."""
         with self._lock:
             self._sweep_sometimes()
-            order = sorted(directories, key=lambda one: one.load(nbytes))
+            order = sorted(directories, key=lambda one: (one.live_nbytes + nbytes) / one.weight)
             for directory in () if new else order:
                 directory.reclaim()
                 if piece := directory.take(directory.rounded(nbytes)):
                     return piece
-            # To make a file may be slow. Directories where another thread is not making one come first.
-            self._grown.wait_for(
-                lambda: not all(directory.is_growing for directory in order), _GROWTH_SECONDS
-            )
-            order.sort(key=lambda one: one.is_growing)
+            if piece := order[0].carve(order[0].rounded(nbytes)):
+                return piece
         failures = []
         for directory in order:
             try:
@@ -479,10 +441,12 @@ class TensorStore(Owned):
         left = integer(left, "in_flight_nbytes", 0)
         with self._lock:
             self._sweep()
-            stored: dict[str | int, int] = {
-                name: version.info.nbytes for name, version in self._names.items()
-            }
-            wanted = [size for name, size in sizes.items() if stored.get(name, -1) < size]
+            tensors: dict[Any, Any] = {**self._names, **self._writing}
+            wanted = [
+                size
+                for name, size in sizes.items()
+                if name not in tensors or tensors[name].info.nbytes < size
+            ]
             for size in sorted(sizes.values(), reverse=True):
                 if left <= 0:
                     break
@@ -497,7 +461,6 @@ class TensorStore(Owned):
     def _fill(self, sizes: Counter[int], *, reserve: bool = False) -> None:
         """Make more free pieces, of these sizes, and ``reserve`` all that there are. On failure nothing changes."""
         pieces: list[Piece] = []
-        changed = [directory.changed_nbytes for directory in self._directories]
         try:
             for size in sorted(sizes.elements(), reverse=True):
                 pieces.append(self._allocate(size, self._directories, new=True))
@@ -512,10 +475,6 @@ class TensorStore(Owned):
             for directory, nbytes in made:
                 directory.shrink(nbytes)
             raise
-        finally:
-            pieces.clear()
-            for directory, nbytes in zip(self._directories, changed, strict=True):
-                directory.changed_nbytes = nbytes
 
     # Mappings, snapshots and commits
 
@@ -556,37 +515,24 @@ class TensorStore(Owned):
                 raise ValueError(
                     f"ranges: every size except the last must be a multiple of {mmap.PAGESIZE} (got {places[-1][2]})"
                 )
-            version = self._written_version(name)
+            self._settle(name, wait=True)
+            info, piece, _ = self._names[name]
             offset = integer(offset, "offset", 0)
             nbytes = integer(nbytes, "nbytes", 0)
-            end, whole = offset + nbytes, version.info.nbytes
-            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or end > whole or version.piece is None:
+            end, whole = offset + nbytes, info.nbytes
+            if offset % mmap.PAGESIZE != 0 or nbytes == 0 or end > whole:
                 raise ValueError(
                     f"ranges: cannot map {nbytes} bytes at offset {offset} of tensor {name!r}, which has {whole} bytes "
                     f"(offsets must be multiples of {mmap.PAGESIZE})"
                 )
-            pieces.append(version.piece)
-            places.append((pieces[-1].segment.open(), pieces[-1].offset + offset, nbytes))
+            pieces.append(piece)
+            places.append((piece.segment.open(), piece.offset + offset, nbytes))
         if not places:
             raise ValueError("ranges: the iterable is empty")
         with self._lock:  # keeps close() from closing the files during the call
             self._check_open()
             files, offsets, sizes = zip(*places, strict=True)
             return _core.map_pieces(files, offsets, sizes, pieces).bytes(0, sum(sizes))
-
-    def _written_version(self, name: str) -> TensorVersion:
-        """Wait for a tensor's write, and return its version; or the one before, if the write has failed."""
-        with self._lock:
-            version: TensorVersion | None = self._version_of(name)
-        while version is not None:
-            if (write := version.write) is not None:
-                write.wait(None)
-            self._settle(version)
-            if version.piece is not None:
-                return version
-            version = version.previous
-        message = "no data is stored under this name, because no write of it has succeeded"
-        raise StorageError(None, f"tensor {name!r}: {message}")
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Save the current tensors to a new directory, for :meth:`open`. This waits for writes that are in progress.
@@ -617,77 +563,68 @@ class TensorStore(Owned):
             )
         with self._committing:
             self._tidy()
-            contents = self._contents(record)
+            tensors = self._written(record)
             run = os.urandom(8).hex()
             with unfinished(paths, run) as folders:
-                self._fill_snapshot(contents, folders, run)
-        del contents
-        self._tidy(sparse=True)
+                self._fill_snapshot(tensors, record, folders, run)
+        del tensors
+        self._tidy(with_frozen=True)
 
-    def _fill_snapshot(self, contents: Contents, folders: Sequence[Folder], run: str) -> None:
+    def _fill_snapshot(
+        self, tensors: dict[str, KeptTensor], record: bytes, folders: Sequence[Folder], run: str
+    ) -> None:
         """Link to the segments that are mostly in use, copy the tensors in others, and write the manifest."""
         new_name = _names_of(run)
         places: dict[Segment, tuple[int, str]] = {}
         used: Counter[Segment] = Counter()
-        for kept in contents.tensors.values():
+        for kept in tensors.values():
             used[kept.piece.segment] += kept.piece.nbytes
         for segment in used:
-            at = self._folders.index(segment.directory.folder) if len(folders) > 1 else 0
-            if 2 * used[segment] >= segment.nbytes and not segment.sync_failed:
-                was_frozen, segment.frozen = segment.frozen, True
-                if link(segment, folders[at], name := new_name()):
-                    places[segment] = at, name
-                else:
-                    segment.frozen = was_frozen
-        linked = [each.piece for each in contents.tensors.values() if each.piece.segment in places]
+            at = segment.directory.number if len(folders) > 1 else 0
+            is_due = 2 * used[segment] >= segment.nbytes and not segment.sync_failed
+            if is_due and link(segment, folders[at], name := new_name()):
+                segment.frozen, places[segment] = True, (at, name)
         self._sync(places)
         targets = [
-            StoreDirectory(folder, scheduler, self._grown, "auto", new_name)
-            for folder, scheduler in zip(folders, self._schedulers, strict=False)
+            StoreDirectory(at, folder, self._schedulers[at], self._lock, new_name=new_name)
+            for at, folder in enumerate(folders)
         ]
-        tensors = dict(contents.tensors)
         others = {name: one for name, one in tensors.items() if one.piece.segment not in places}
         try:
-            for name, piece in self._copy(others, targets).items():
-                tensors[name] = tensors[name]._replace(piece=piece)
-            for at, target in enumerate(targets):
+            copied = self._copy(others, targets)
+            for target in targets:
                 self._sync(target.segments)
-                places |= {one: (at, one.name or "") for one in target.segments}
+                places |= {one: (target.number, one.name) for one in target.segments}
         finally:
-            failures = [target.close() for target in targets]
-        for failure in filter(None, failures):
-            raise failure
-        empty = manifests.Manifest(run, run, None, len(folders), 0, self._chunk_nbytes, b"", [], {})
-        found = Contents(contents.record, tensors).manifest(places, empty)
-        with publication.storage_errors(folders[0].path, "writing the manifest of a snapshot"):
-            path = pathlib.Path(folders[0].inner, manifests.name_of(1))
-            publication.write_temporary(path, manifests.to_bytes(found), sync=True)
+            failures = [error for target in targets for error in target.close()]
+        if failures:
+            raise first_error(failures, "files")
+        manifest = filled_manifest(
+            Manifest(run, run, len(folders)), record, tensors | copied, places
+        )
+        folders[0].write(manifests.name_of(1), manifests.to_bytes(manifest), sync=True)
         # The store reserves as much space as before.
         with self._lock:
-            linked += [
-                one
-                for each in self._directories
-                for one in each.free_pieces()
-                if one.segment.frozen
-            ]
-        self._fill(Counter(one.nbytes for one in linked if one.segment.directory.reserved_nbytes))
-        del linked
+            reserving = [one for one in places if one.directory.reserved_nbytes]
+            sizes = [each.nbytes for one in reserving for each in one.extents.values()]
+        self._fill(Counter(sizes))
         with self._lock:
             for directory in self._directories:
                 directory.purge()
 
     def _copy(
         self, tensors: Mapping[str, KeptTensor], directories: Sequence[StoreDirectory]
-    ) -> dict[str, Piece]:
+    ) -> dict[str, KeptTensor]:
         """Copy tensors to new pieces, and compare their checksums."""
-        pieces: dict[str, Piece] = {}
+        copies: dict[str, KeptTensor] = {}
         items: dict[Segment, list[tuple[str, KeptTensor, Piece]]] = {}
         for name, kept in sorted(tensors.items(), key=lambda one: one[1].piece.offset):
-            pieces[name] = self._allocate(kept.info.nbytes, directories)
-            items.setdefault(kept.piece.segment, []).append((name, kept, pieces[name]))
+            piece = self._allocate(kept.info.nbytes, directories)
+            copies[name] = kept._replace(piece=piece)
+            items.setdefault(kept.piece.segment, []).append((name, kept, piece))
         for each in items.values():
-            transfers.copy_pieces(each, self._chunk_nbytes)
-        return pieces
+            transfers.copy_pieces(each)
+        return copies
 
     def _rewrite(self, segments: Sequence[Segment]) -> None:
         """Copy all current tensors out of segments, if checksums can show that their data are intact."""
@@ -696,21 +633,15 @@ class TensorStore(Owned):
                 segment.frozen = True
             for directory in self._directories:
                 directory.purge()
-            versions = {name: one.last_kept() for name, one in self._names.copy().items()}
-        moving = {
-            name: KeptTensor(one.info, one.piece, one.chunks)
-            for name, one in versions.items()
-            if one is not None and one.piece is not None and one.piece.segment in segments
-        }
-        for name, piece in self._copy(moving, self._directories).items():
-            if (version := versions[name]) is not None:
-                version.piece = piece
-
-    def _rescue(self) -> None:
-        """Copy tensors out of segments that could not be synced, if checksums can show that their data are intact."""
-        failed = [one for each in self._directories for one in each.segments if one.sync_failed]
-        if failed and self._checksums:
-            self._rewrite(failed)
+            moving = {
+                name: one
+                for name, one in self._names.copy().items()
+                if one.piece.segment in segments
+            }
+        for name, copied in self._copy(moving, self._directories).items():
+            with self._lock:
+                if self._names.get(name) is moving[name]:
+                    self._names[name] = copied
 
     def commit(
         self, record: bytes = b"", sync: bool = False, *, keep_previous: bool = False
@@ -749,42 +680,41 @@ class TensorStore(Owned):
         with self._committing:
             _close_all(self._spares)
             try:
-                contents = self._contents(record)
-                self._publish(self._commits, contents, sync=sync, keep_previous=keep_previous)
+                tensors = self._written(record)
+                self._publish(self._commits, tensors, record, (sync, keep_previous))
             finally:
                 self._keep_spares()
             for directory in self._directories:
                 directory.earlier_nbytes, directory.changed_nbytes = directory.changed_nbytes, 0
-        del contents
-        self._tidy(sparse=True)
+        del tensors
+        self._tidy(with_frozen=True)
 
     def _publish(
-        self, commits: Commits, contents: Contents, *, sync: bool, keep_previous: bool
+        self,
+        commits: Commits,
+        tensors: dict[str, KeptTensor],
+        record: bytes,
+        how: tuple[bool, bool],
     ) -> None:
-        segments = contents.segments()
-        places = {
-            one: (self._folders.index(one.directory.folder), one.name or "") for one in segments
-        }
-        for at, folder in enumerate(self._folders):
-            folder.check_names({name for number, name in places.values() if number == at})
-        if sync:
+        segments = {one.piece.segment for one in tensors.values()}
+        places = {one: (one.directory.number, one.name) for one in segments}
+        for directory in self._directories:
+            directory.folder.check_names(
+                {one.name for one in segments if one.directory is directory}
+            )
+        if how[0]:
             self._sync(segments)
             for directory in reversed(self._directories):
                 directory.sync_names()
-            while self._made_in:
-                with publication.storage_errors(self._made_in[-1], "syncing a directory"):
-                    publication.sync_directory(self._made_in[-1])
-                self._made_in.pop()
-        manifest = contents.manifest(places, commits.empty)
-        how = {"sync": sync, "keep_previous": keep_previous}
+        manifest = filled_manifest(commits.empty, record, tensors, places)
         try:
-            commits.publish(contents, manifest, **how)
+            commits.publish(manifest, tensors, *how)
         except StorageError as error:
             # reserve() makes no space for manifests.
-            needed = 256 * len(contents.tensors) + len(contents.record) + _MARGIN_NBYTES
+            needed = 256 * len(tensors) + len(record) + _MARGIN_NBYTES
             if error.errno not in NO_SPACE or not self._directories[0].shrink(needed):
                 raise
-            commits.publish(contents, manifest, **how)
+            commits.publish(manifest, tensors, *how)
 
     def _keep_spares(self) -> None:
         with contextlib.suppress(OSError):
@@ -841,10 +771,10 @@ class TensorStore(Owned):
             for directory in self._directories if failures else ():
                 directory.purge()
         if failures:
-            raise failures[0]
+            raise first_error(failures, "files")
 
-    def _contents(self, record: bytes) -> Contents:
-        """Wait for all writes in progress, and return the current contents.
+    def _written(self, record: bytes) -> dict[str, KeptTensor]:
+        """Wait for all writes in progress, and return the tensors, of which none is in a file whose sync has failed.
 
         Raises
         ------
@@ -853,23 +783,17 @@ class TensorStore(Owned):
         """
         if not isinstance(record, bytes):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
-        for version in list(self._writing):
-            if (write := version.write) is not None:
-                write.wait(None)
+        for name in list(self._writing):
+            self._settle(name, wait=True)
         with self._lock:
             self._check_open()
             self._sweep()
             self._raise_failure()
-        self._rescue()
+        failed = [one for each in self._directories for one in each.segments if one.sync_failed]
+        if failed and self._checksums:
+            self._rewrite(failed)
         with self._lock:
-            return Contents(
-                record,
-                {
-                    name: KeptTensor(kept.info, kept.piece, kept.chunks)
-                    for name, version in self._names.copy().items()  # a finalizer may delete a name
-                    if (kept := version.last_kept()) is not None and kept.piece is not None
-                },
-            )
+            return self._names.copy()
 
     def _raise_failure(self) -> None:
         """Raise the error of the first failed write of which nobody knows, once."""
@@ -887,12 +811,11 @@ class TensorStore(Owned):
         self._tidy()
         with self._lock:
             self._sweep()
-            schedulers = list(dict.fromkeys(self._schedulers))
             return {
-                "tensors": len(self._names),
-                "in_flight": len(self._writing) + len(self._reading),
+                "tensors": len({*self._names, *self._writing}),
+                "in_flight": sum(not one.done() for one in self._pending.alive()),
                 "directories": [directory.stats() for directory in self._directories],
-                "workers": summed_stats([scheduler.stats() for scheduler in schedulers]),
+                "workers": summed_stats([scheduler.stats() for scheduler in self._schedulers]),
             }
 
     # Closing
@@ -918,7 +841,7 @@ class TensorStore(Owned):
             self._closed = True  # the files and the locks belong to the parent process
             return
         self._refuse_reentrant_call()
-        with self._closing, self._committing:
+        with self._committing:
             if self._has_ended:
                 return
             with self._lock:
@@ -926,39 +849,39 @@ class TensorStore(Owned):
                 for directory in self._directories:
                     directory.closed = True
             timed_out = not self._finish()  # after Ctrl-C, close() can be called again
-            failure = None if timed_out else self._close_files()
+            failures = [] if timed_out else self._close_files()
             with self._lock:
                 self._names.clear()
                 self._writing.clear()
-                self._reading.clear()
             self._release(patient=not timed_out)
             self._has_ended = True
             if timed_out and not self._own_schedulers:
                 runtime.warn_of_abandoned_io(f"outstanding transfers of {self!r}")
         self._raise_failure()
-        if failure is not None:
-            raise failure
+        if failures:
+            raise first_error(failures, "files")
 
     def _finish(self) -> bool:
         """Wait for all transfers. Return False if the wait was given up for lack of progress."""
-        waits: list[Callable[[float], bool]]
-        waits = [one.write.wait for one in list(self._writing) if one.write is not None]
-        waits += [one.wait for one in list(self._reading)]
+        futures = self._pending.alive()
+        waits: list[Callable[[float], bool]] = [one._request.wait for one in futures]
         waits += [
             one.file.retire for each in self._directories for one in each.segments if one.file
         ]
         ended = all(runtime.wait_while_progressing(wait, *self._schedulers) for wait in waits)
+        for future in futures:
+            future.done()  # checks now that the array still has its memory
         with self._lock:
             self._sweep()
         return ended
 
-    def _close_files(self) -> StorageError | None:
-        """Close all files, and remove those that belong to no commit. Return the first error."""
+    def _close_files(self) -> list[StorageError]:
+        """Close all files, and remove those that belong to no commit. Return the errors."""
         remove = self._commits is None and self._writable
-        failures = [directory.close(remove=remove) for directory in self._directories]
+        failures = [error for one in self._directories for error in one.close(remove=remove)]
         if self._commits is not None:
             self._commits.remove_leftovers(None)
-        return next(filter(None, failures), None)
+        return failures
 
     def __enter__(self) -> TensorStore:
         self._check_open()
@@ -969,72 +892,59 @@ class TensorStore(Owned):
 
     def __repr__(self) -> str:
         state = "closed " if self._closed else ""
-        return f"<{state}tensorferry.store.TensorStore {[one.path for one in self._folders]!r}>"
+        return f"<{state}tensorferry.store.TensorStore {[one.folder.path for one in self._directories]!r}>"
 
-    # Versions. The caller must hold the lock.
+    # Writes that have ended
 
-    def _version_of(self, name: str) -> TensorVersion:
-        """Return the last version, which may still be being written."""
-        if (version := self._names.get(name)) is not None:
-            self._settle(version)  # if the write has failed, this restores the previous version
-        return self._names[name]
-
-    def _settle(self, version: TensorVersion) -> None:
-        """Update the tables if a version's write has ended. If this is interrupted, the next call repeats it."""
-        if version.write is None or self.is_parents or not version.write.done():
+    def _settle(self, name: str, *, wait: bool = False) -> None:
+        """Update the tables if the write of a tensor has ended. If this is interrupted, the next call repeats it."""
+        if (write := self._writing.get(name)) is None:
+            return
+        if wait:
+            write.request.wait(None)
+        if not write.request.done():
             return
         with self._lock:
-            name, future = self._writing.get(version, ""), version.future
-            if version.write is None or future is None:
+            if self._writing.get(name) is not write:
                 return
-            if (error := version.settle()) is not None:
-                if error.errno != errno.ECANCELED:
-                    error = transfers.with_context(error, f"writing tensor {name!r}")
-                    self._failed.append((error, future.outcome))
-                if self._names.get(name) is version:
-                    before = version.previous
-                    while before is not None and before.piece is None:  # failed, too
-                        before = before.previous
-                    if before is None:
-                        self._names.pop(name, None)
-                    else:
-                        self._names[name] = before
-            version.write = version.sums = version.future = None
-            self._writing.pop(version, None)
+            if (error := write.future._settle()) is None:
+                write.piece.segment.written += 1
+                self._names[name] = write.kept()
+                if self._writing.pop(name, None) is not write:
+                    self._names.pop(name, None)  # a finalizer has deleted the tensor meanwhile
+                return
+            if error.errno != errno.ECANCELED:
+                error = transfers.with_context(error, f"writing tensor {name!r}")
+                self._failed.append((error, write.future.outcome))
+            self._writing.pop(name, None)
 
     def _sweep_sometimes(self) -> None:
-        """Drop transfers that have ended, with their arrays: the oldest ones, and others only if there are many.
+        """Settle the writes that have ended: the oldest ones, and others only if there are many.
 
-        Between two complete checks, the number of transfers doubles. So the cost of these checks is constant for each
-        transfer on average.
+        Between two complete checks, the number of writes doubles. So the cost of these checks is constant for each
+        write on average.
         """
-        while (version := next(iter(self._writing), None)) is not None:
-            self._settle(version)
-            if version.write is not None:
+        while (name := next(iter(self._writing), None)) is not None:
+            self._settle(name)
+            if name in self._writing:
                 break
-        while (read := next(iter(self._reading), None)) is not None and read.done():
-            self._reading.pop(read, None)
-        if len(self._writing) + len(self._reading) >= self._sweep_at_count:
+        if len(self._writing) >= self._sweep_at_count:
             self._sweep()
-            self._sweep_at_count = 2 * (len(self._writing) + len(self._reading)) + 64
+            self._sweep_at_count = 2 * len(self._writing) + 64
 
     def _sweep(self) -> None:
-        """Drop all transfers that have ended."""
-        for version in list(self._writing):
-            self._settle(version)
-        for read in list(self._reading):
-            if read.done():
-                self._reading.pop(read, None)
+        """Settle all writes that have ended."""
+        for name in list(self._writing):
+            self._settle(name)
 
     # Checks
 
-    def _tidy(self, *, sparse: bool = False) -> None:
-        """Free space. With ``sparse``, also look at the segments that snapshots have frozen, which takes longer."""
-        with self._lock:
-            for directory in self._directories:
-                directory.reclaim()
+    def _tidy(self, *, with_frozen: bool = False) -> None:
+        """Free space. ``with_frozen``, which takes longer, also that of files that snapshots had."""
         for directory in self._directories:
-            if segments := directory.tidy() + (directory.sparse() if sparse else []):
+            with self._lock:
+                directory.reclaim()
+            if segments := directory.tidy(with_frozen=with_frozen):
                 with contextlib.suppress(StorageError):  # reads report damaged data
                     self._rewrite(segments)
 
@@ -1056,14 +966,14 @@ class TensorStore(Owned):
             )
 
     def _is_reentrant_call(self) -> bool:
-        locks = [self._lock, self._committing]
-        locks += [directory.growing for directory in self._directories]
-        return any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+        return any(lock._is_owned() for lock in self._locks)  # type: ignore[attr-defined]
 
     def _check_open(self, *, writing: bool = False) -> None:
         self._check_process()
         if self._closed:
-            raise ValueError(f"the store {[one.path for one in self._folders]!r} is closed")
+            raise ValueError(
+                f"the store {[one.folder.path for one in self._directories]!r} is closed"
+            )
         if writing and not self._writable:
             raise ValueError("the store was opened for reading only (remedy: write to a new store)")
 
@@ -1099,11 +1009,6 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     if weights is None:
         return [1.0] * count
     shares = [float(weight) for weight in weights]
-    if len(shares) != count:
-        raise ValueError(
-            f"weights: one for each of the {count} directories is needed (got {len(shares)})"
-        )
-    for at, share in enumerate(shares):
-        if not (share > 0 and math.isfinite(share)):
-            raise ValueError(f"weights[{at}]: {share} is not positive")
+    if len(shares) != count or not all(0 < share < math.inf for share in shares):
+        raise ValueError(f"weights: expected {count} positive numbers (got {weights!r})")
     return shares

@@ -13,6 +13,8 @@ import sys
 from typing import Any, NamedTuple
 
 MAX_DIMENSIONS = 64
+# The size of the chunks, each of which has a CRC-32.
+CHUNK_NBYTES = 256 << 10
 
 
 class TensorInfo(NamedTuple):
