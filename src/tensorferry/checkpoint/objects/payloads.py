@@ -8,7 +8,6 @@ directory, and so are the CRC-32s that the core computes during the transfer.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import sys
 import zipfile
@@ -187,10 +186,12 @@ class ArchiveDirectory:
 
     def check_header(self, record: Record, header: memoryview) -> None:
         """Compare a record's local header, at the beginning of the view, with the directory."""
-        with contextlib.suppress(zips.UnknownArchiveError):
+        try:
             name, nbytes, _ = zips.local_header(header)
-            if name == record.name.encode() and record.header + nbytes == record.begin:
-                return
+        except zips.UnknownArchiveError:
+            name, nbytes = b"", 0
+        if name == record.name.encode() and record.header + nbytes == record.begin:
+            return
         raise self.damage_error(record, "its header differs from its entry in the zip directory")
 
     def check_crc(self, record: Record, crc: int) -> None:
