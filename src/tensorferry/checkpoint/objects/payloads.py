@@ -35,8 +35,11 @@ _LARGE_NBYTES = 1 << 20
 # Small payloads are read together, up to this size.
 _RUN_NBYTES = 4 << 20
 
-# More payloads than this, of at most so many bytes on average and altogether, are read before torch begins.
-_MANY, _SMALL_NBYTES, _MAX_SMALL_NBYTES = 1000, 32 << 10, 256 << 20
+# More payloads than this, with at most so many bytes on average, count as many small ones.
+_MANY, _SMALL_NBYTES = 1000, 32 << 10
+# Many small payloads of up to this size altogether are read before torch begins. Until torch has copied them, they are in
+# memory about four times.
+_MAX_READ_FIRST_NBYTES = 64 << 20
 
 _TORCHS_RECORDS = ("data", "byteorder", "version", ".format_version", ".storage_alignment")
 
@@ -49,7 +52,7 @@ _DAMAGE = (
 
 def are_small(count: int, nbytes: int) -> bool:
     """Return whether payloads are so many and small that the work for each counts more than that for their bytes."""
-    return count > _MANY and nbytes <= min(count * _SMALL_NBYTES, _MAX_SMALL_NBYTES)
+    return count > _MANY and nbytes <= count * _SMALL_NBYTES
 
 
 class Record(NamedTuple):
@@ -149,7 +152,8 @@ class ArchiveDirectory:
         for record in records:
             is_payload = record.name.partition("/")[2].startswith("data/")
             (self.payloads if is_payload and record.nbytes >= MARK_NBYTES else small).append(record)
-        if are_small(len(self.payloads), sum(record.nbytes for record in self.payloads)):
+        nbytes = sum(record.nbytes for record in self.payloads)
+        if nbytes <= _MAX_READ_FIRST_NBYTES and are_small(len(self.payloads), nbytes):
             self.payloads, small = [], records
         for record, data in zip(small, self._read(small), strict=True):
             self.contents.append((record.name, record.nbytes, data))
