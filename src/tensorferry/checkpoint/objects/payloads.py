@@ -37,7 +37,7 @@ _RUN_NBYTES = 4 << 20
 
 # More payloads than this, with at most so many bytes on average, count as many small ones.
 _MANY, _SMALL_NBYTES = 1000, 32 << 10
-# Many small payloads of up to this size altogether are read before torch begins. Until torch has copied them, they are in
+# Many small payloads of up to this size altogether are read before torch begins. Until it has copied them, they are in
 # memory about four times.
 _MAX_READ_FIRST_NBYTES = 64 << 20
 
