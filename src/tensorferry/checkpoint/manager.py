@@ -275,9 +275,8 @@ class Checkpoints:
                 if ranks.is_first:
                     running.saver = self._folder.begin(step, replace=replace)
                     self._abandon(step)
-                    if (
-                        self._last_step is None
-                    ):  # a save may have been killed before it set the links
+                    # An earlier save may have been killed before it set the links.
+                    if self._last_step is None:
                         with running.collecting_problems():
                             self._set_links(self.steps())
                 return step

@@ -213,20 +213,23 @@ def load(
             directory = ArchiveDirectory(text, file)
             if directory.foreign:
                 directory.check_all()
-            if not (directory.foreign or mmap or directory.payloads):
-                with _skeleton(directory) as skeleton, collection_paused():
-                    return torch.load(skeleton.path, **options)
             if not (directory.foreign or mmap):
-                with (
-                    _skeleton(directory) as skeleton,
-                    Payloads(directory) as payloads,
-                    _Loading(directory, payloads, skeleton) as loading,
-                ):
-                    if callable(map_location):
-                        options["map_location"] = loading.map_location_with(map_location)
-                    return torch.load(skeleton.path, mmap=True, **options)
+                return _load_by_skeleton(directory, options)
         file.seek(0)
         return torch.load(torchs, mmap=mmap, **options)
+
+
+def _load_by_skeleton(directory: ArchiveDirectory, options: dict[str, Any]) -> Any:
+    with _skeleton(directory) as skeleton:
+        if not directory.payloads:
+            # Without weights_only, code of the user may run, for any time.
+            paused = collection_paused() if options["weights_only"] else contextlib.nullcontext()
+            with paused:
+                return torch.load(skeleton.path, **options)
+        with Payloads(directory) as payloads, _Loading(directory, payloads, skeleton) as loading:
+            if callable(map_location := options["map_location"]):
+                options["map_location"] = loading.map_location_with(map_location)
+            return torch.load(skeleton.path, mmap=True, **options)
 
 
 @contextlib.contextmanager

@@ -125,6 +125,8 @@ def metric_line_of(metric: float | None) -> bytes:
 
 def read_metric(path: pathlib.Path) -> float | None:
     """Return the metric in a `.metadata` file, without the rest; None if there is none, or if it is damaged."""
+    if not is_regular(path):
+        return None
     with path.open("rb") as file:
         nbytes = METRIC_NBYTES + TRAILER_NBYTES
         file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
