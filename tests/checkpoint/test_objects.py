@@ -50,6 +50,7 @@ OBJECTS: dict[str, Any] = {
     "module": lambda: torch.nn.Linear(30, 40).state_dict(),
     "no tensors": lambda: {"a": [1, 2.5, "x", None], "b": (True, b"bytes")},
     "many small": lambda: {str(k): torch.full((k,), k) for k in range(500)},
+    "thousands of small": lambda: {str(k): torch.full((k % 60,), k) for k in range(1500)},
     "many of one size": lambda: {str(k): torch.full((4,), float(k)) for k in range(12)},
     "small between large": lambda: [torch.ones(n) for n in (3, 1 << 19, 5, 1, 1 << 19, 6, 7, 0)],
     "storages": lambda: [torch.ones(100).untyped_storage()],
@@ -264,14 +265,17 @@ def test_missing_file_is_reported_as_such(directory: pathlib.Path) -> None:
 BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "31"))
 
 
+@pytest.mark.parametrize("name", ["a few", "thousands of small"])
 def test_any_flipped_bit_is_found_or_harmless(
-    directory: pathlib.Path, random_bytes: RandomBytes
+    directory: pathlib.Path, random_bytes: RandomBytes, name: str
 ) -> None:
-    obj = {"a": torch.arange(7), "b": torch.ones(2), "step": 3}
+    few = {"a": torch.arange(7), "b": torch.ones(2), "step": 3}
+    obj = few if name == "a few" else OBJECTS[name]()
     wanted, path = saved(obj), directory / "object.pt"
     outcomes: collections.Counter[str] = collections.Counter()
-    first = int(random_bytes.generator.integers(BITS_APART))
-    for bit in range(first, len(wanted) * 8, BITS_APART):
+    apart = BITS_APART if name == "a few" else len(wanted) * 8 // 40
+    first = int(random_bytes.generator.integers(apart))
+    for bit in range(first, len(wanted) * 8, apart):
         path.write_bytes(flipped(wanted, bit))
         try:
             got = load(path)

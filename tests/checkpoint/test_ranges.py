@@ -56,12 +56,11 @@ def slices_of(sizes: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (4,), (2, 3), (3, 1, 2), (2, 2, 3), (1, 2, 1, 2)])
-@pytest.mark.parametrize("max_span", [1, 2, 5, 100])
-@pytest.mark.parametrize("max_gap", [0, 1, 100])
-def test_every_slice_of_small_tensors(sizes: Any, max_span: int, max_gap: int) -> None:
+def test_every_slice_of_small_tensors(sizes: Any) -> None:
     for offsets, lengths in slices_of(sizes):
-        result = elements_by_slabs(sizes, offsets, lengths, max_span, max_gap)
-        assert torch.equal(result, wanted(sizes, offsets, lengths))
+        for max_span, max_gap in ((1, 0), (2, 1), (5, 0), (100, 100)):
+            result = elements_by_slabs(sizes, offsets, lengths, max_span, max_gap)
+            assert torch.equal(result, wanted(sizes, offsets, lengths))
         run = contiguous_run(sizes, offsets, lengths)
         flat = wanted(sizes, offsets, lengths).reshape(-1)
         if run is None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
 
 # Of two savers and one that is killed; the figure of the acceptance is 300.
-ROUNDS = int(os.environ.get("TENSORFERRY_TEST_SAVER_ROUNDS", "20"))
+ROUNDS = int(os.environ.get("TENSORFERRY_TEST_SAVER_ROUNDS", "10"))
 WAIT_SECONDS = 300.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import random
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tensorferry.checkpoint import Checkpoints, RandomState
+from tensorferry.checkpoint.storage import commit
 from tensorferry.offload import offload_optimizer, offload_training
+from tests.checkpoint.steps import Steps
 from tests.support.data import SEED
-from tests.support.ranks import call_on_ranks
+from tests.support.ranks import call_on_ranks, started
 
 if TYPE_CHECKING:
     import pathlib
@@ -222,30 +225,112 @@ def test_ranks_resume_with_their_own_values_and_say_what_other_ranks_had(
     assert alone[3] == ((), ("position.rank_1", "r.rank_1"), ())
 
 
-def test_the_best_and_the_last_stay_and_their_links_lead_to_them(tmp_path: pathlib.Path) -> None:
-    draw = random.Random(SEED)
-    for best_is, pick in (("lowest", min), ("highest", max)):
-        root, metrics = tmp_path / best_is, {}
-        root.mkdir()
-        (root / ".tensorferry-new-0123456789abcdef.tmp").touch()  # of saves that were killed
-        (root / ".tensorferry-new-link").symlink_to("step_00000007")
-        for step in range(1, 9):
-            if step == 5:  # another process goes back to step 3
-                metrics = {each: value for each, value in metrics.items() if each <= 3}
-            metrics[step] = draw.choice([draw.random(), float("nan")]) if step > 1 else 0.5
-            options: Any = {"keep_last": 2, "keep_best": 1, "best_is": best_is}
-            with Checkpoints(root, **options) as checkpoints:
-                if step == 5:
-                    checkpoints.restore({}, step=3)
-                checkpoints.save(step, {"a": torch.ones(1)}, wait=True, metric=metrics[step])
-            sound = {each: value for each, value in metrics.items() if value == value}
-            best = pick(sound, key=lambda each: (sound[each], 0))
-            assert (root / "best").resolve() == checkpoints.path(best)
-            assert (root / "last").resolve() == checkpoints.path(step)
-            last = sorted(metrics)[-2:]
-            assert checkpoints.steps() == sorted({best, *last})
-            metrics = {each: value for each, value in metrics.items() if each in {best, *last}}
-        assert not list(root.glob(".tensorferry-new-*"))
+def save_counted(_rank: int, root: str, options: Any, step: int, save: Any, die_at: int) -> None:
+    """Save one checkpoint, and kill the process at one of its changes to files."""
+    counted = Steps(die_at)
+    counted.install()
+    with Checkpoints(root, **options) as checkpoints:
+        checkpoints.save(step, {"number": save[0]}, True, overwrite=True, metric=save[1])
+
+
+class Run:
+    """Saves, some of which fail or are killed, beside a model: the metric of each save, by its number."""
+
+    def __init__(self, root: pathlib.Path, draw: random.Random) -> None:
+        self.draw = draw
+        self.metrics: list[float | None] = []
+        self.root, self.best_is = root, draw.choice(["lowest", "highest"])
+        best, last = draw.randrange(1, 3), draw.randrange(1, 4)
+        self.options: Any = {"keep_last": last, "keep_best": best, "best_is": self.best_is}
+
+    def path(self, step: int) -> pathlib.Path:
+        return Checkpoints(self.root).path(step)
+
+    def complete(self) -> dict[int, int]:
+        """Return the number of the save that each step's checkpoint is from."""
+        checkpoints, found = Checkpoints(self.root), {}
+        for step in checkpoints.steps():
+            state = {"number": -1}
+            checkpoints.restore(state, step=step)
+            found[step] = state["number"]
+        return found
+
+    def best(self, numbers: dict[int, int]) -> list[int]:
+        known = {
+            step: value
+            for step, number in numbers.items()
+            if (value := self.metrics[number]) is not None and value == value
+        }
+        sign = 1 if self.best_is == "lowest" else -1
+        return sorted(known, key=lambda step: (sign * known[step], -step))
+
+    def save(self, how: str) -> None:
+        before = self.complete()
+        step = self.draw.choice([*before, max(before, default=0) + 1])
+        metric = self.draw.choice([None, float("nan"), *[self.draw.random() for _ in range(4)]])
+        number = len(self.metrics)
+        self.metrics.append(metric)
+        if how == "is killed":
+            arguments = str(self.root), self.options, step, (number, metric)
+            with started(1, save_counted, *arguments, self.draw.randrange(100)) as ranks:
+                ranks[0].process.join(120)
+            found = self.complete()
+            if found.get(step) == number:
+                assert self.kept(before, step).items() <= found.items()
+                assert found.items() <= {**before, step: number}.items()
+            else:
+                assert found == before
+            return
+        with Checkpoints(self.root, **self.options) as checkpoints:
+            if how == "goes back" and before:
+                step = self.draw.choice([*before])
+                checkpoints.restore({}, step=step)
+                before = {each: value for each, value in before.items() if each <= step}
+                step += 1
+            saved = {"number": number}
+            if how == "fails":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(commit, "write_metadata", fail)
+                    with pytest.raises(OSError, match="full"):
+                        checkpoints.save(step, saved, True, overwrite=True, metric=metric)
+                    assert self.complete() == before
+                    self.check_links(before)
+                    return
+            checkpoints.save(step, saved, True, overwrite=True, metric=metric)
+        expected = self.kept(before, step)
+        assert self.complete() == expected
+        self.check_links(expected)
+
+    def kept(self, before: dict[int, int], step: int) -> dict[int, int]:
+        """Return what is there once the last save has ended."""
+        numbers = {**before, step: len(self.metrics) - 1}
+        older = [each for each in sorted(numbers) if each < step]
+        kept = {*self.best(numbers)[: self.options["keep_best"]]}
+        kept |= {*[*older, step][-self.options["keep_last"] :]}
+        return {key: each for key, each in numbers.items() if key >= step or key in kept}
+
+    def check_links(self, complete: dict[int, int]) -> None:
+        for name, steps in (("last", sorted(complete)[-1:]), ("best", self.best(complete)[:1])):
+            path = self.root / name
+            assert [path.resolve()] * path.is_symlink() == [self.path(step) for step in steps]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "the drive is full")
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_best_and_the_last_stay_whatever_happens_to_saves(
+    tmp_path: pathlib.Path, number: int
+) -> None:
+    draw = random.Random(f"{SEED} {number}")
+    run = Run(tmp_path / "run", draw)
+    run.save("ends")
+    (run.root / ".tensorferry-new-link").symlink_to("step_00000007")  # of a save that was killed
+    for how in draw.choices(["ends", "ends", "fails", "is killed", "goes back"], k=10):
+        run.save(how)
+    run.save("ends")
+    assert not (run.root / ".tensorferry-new-link").is_symlink()
 
 
 def preempted(rank: int, root: str) -> tuple[bool, list[int], Any]:

@@ -419,7 +419,7 @@ MUTANTS = [
         '!= "torch"]',
         '== ""]',
         "tests/checkpoint/test_subclasses.py::"
-        "test_methods_of_a_subclass_are_called_as_in_torchs_class_or_refused[FileSystemReader-_slice_file]",
+        "test_methods_of_a_subclass_are_called_as_in_torchs_class_or_refused[FileSystemReader]",
     ),
     _mutant(
         "a-call-goes-on-with-the-state-of-the-last-one",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -29,6 +28,7 @@ from tensorferry.base.file_locks import writer_lock
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.steps import is_permanent, name_of, step_of, superfluous
 from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage.metadata import metadata_path, read_metric
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.transfer import publication
@@ -38,16 +38,24 @@ if TYPE_CHECKING:
 
 _UNFINISHED = ".tensorferry-unfinished"
 _REMOVED = ".tensorferry-removed."
-_METRICS = ".tensorferry-metrics.json"
 _NEW_LINK = ".tensorferry-new-link"
 _ABANDONED = ".tensorferry-abandoned."
 
 
 class Folder:
-    """A folder of checkpoints."""
+    """A folder of checkpoints.
 
-    def __init__(self, root: Path) -> None:
+    Parameters
+    ----------
+    root : Path
+        The folder.
+    has_links : bool
+        Whether its symbolic links ``last`` and ``best`` are ours, so that they do not keep a checkpoint in use.
+    """
+
+    def __init__(self, root: Path, *, has_links: bool = False) -> None:
         self.root = root
+        self._has_links = has_links
 
     def path(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether it exists or not."""
@@ -103,47 +111,33 @@ class Folder:
         """Remove the mark of an unfinished save from a step."""
         (self.path(step) / _UNFINISHED).unlink(missing_ok=True)
 
-    def note_metric(self, step: int, metric: float | None) -> None:
-        """Store the metric of a step before its checkpoint is complete."""
-        metrics, kept = self._metrics() | {step: metric}, {step, *self.steps()}
-        known = {
-            str(each): value
-            for each, value in metrics.items()
-            if value is not None and each in kept
-        }
-        with publication.Temporary(self.root) as new:
-            new.write(json.dumps(known).encode(), sync=True)
-            new.rename(_METRICS)
+    def best(self, steps: Iterable[int], sign: int) -> list[int]:
+        """Return the steps whose checkpoints have a metric, the best first; ``sign`` is 1 if low ones are better."""
+        metrics = {}
+        for step in steps:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                metric = read_metric(metadata_path(self.path(step)))
+                if metric is not None and metric == metric:
+                    metrics[step] = sign * metric
+        return sorted(metrics, key=lambda step: (metrics[step], -step))
 
-    def _metrics(self) -> dict[int, float]:
-        try:
-            stored = json.loads((self.root / _METRICS).read_bytes())
-            return {int(step): float(value) for step, value in stored.items()}
-        except FileNotFoundError:
-            return {}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError("it has no metrics", str(self.root / _METRICS)) from error
-
-    def best(self, sign: int) -> list[int]:
-        """Return the steps with checkpoints and metrics, the best first; ``sign`` is 1 if low ones are better."""
-        metrics = {step: value for step, value in self._metrics().items() if value == value}
-        return sorted(
-            metrics.keys() & set(self.steps()), key=lambda step: (sign * metrics[step], -step)
-        )
-
-    def set_links(self, sign: int) -> None:
-        """Let the links to the last and to the best checkpoint lead to them."""
-        for name, steps in (("last", self.steps()[-1:]), ("best", self.best(sign)[:1])):
+    def set_links(self, last: Collection[int], best: Collection[int]) -> None:
+        """Let each of our links lead to the first of its steps, and remove one that has no step."""
+        for name, steps in (("last", last), ("best", best)):
             path = self.root / name
-            if steps and (path.is_symlink() or not path.exists()):  # a file of the user stays
-                new = self.root / _NEW_LINK
-                new.unlink(missing_ok=True)  # of a save that was killed
-                new.symlink_to(name_of(steps[0]))
+            if not path.is_symlink() and path.exists():  # a file of the user stays
+                continue
+            new = self.root / _NEW_LINK
+            new.unlink(missing_ok=True)  # of a save that was killed
+            if steps:
+                new.symlink_to(name_of(next(iter(steps))))
                 publication.rename(new, path)
+            else:
+                path.unlink(missing_ok=True)
 
     def _remove_links(self, steps: Collection[int | None]) -> None:
         """Remove our links to checkpoints that are about to be set aside."""
-        for name in ("last", "best") if (self.root / _METRICS).exists() else ():
+        for name in ("last", "best") if self._has_links else ():
             path = self.root / name
             if path.is_symlink() and step_of(str(path.readlink())) in steps:
                 path.unlink()
@@ -162,14 +156,15 @@ class Folder:
 
     def superfluous(
         self,
+        steps: Iterable[int],
         step: int,
         keep_last: int,
         keep_every: int | None,
         damaged: Container[int],
         best: Container[int],
     ) -> list[Path]:
-        """Return the checkpoints that may be removed once ``step`` has one, including abandoned ones."""
-        gone = superfluous(self.steps(), step, keep_last, keep_every, damaged)
+        """Return the checkpoints of ``steps`` that may be removed once ``step`` has one, and all abandoned ones."""
+        gone = superfluous(steps, step, keep_last, keep_every, damaged)
         removable = [self.path(each) for each in gone if each not in best]
         for path in self.root.iterdir():
             number = _step_of(path, _ABANDONED)

@@ -146,7 +146,9 @@ class Checkpoints:
         if best_is not in ("lowest", "highest"):
             raise ValueError(f"best_is: {best_is!r} is not one of 'lowest', 'highest'")
         self._keep_best, self._sign = keep_best, 1 if best_is == "lowest" else -1
-        self._folder = Folder(Path(absolute_path(root, "root")))
+        self._folder = Folder(
+            Path(absolute_path(root, "root")), has_links=self._keep_best is not None
+        )
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
         self._per_rank = frozenset(per_rank)
@@ -272,9 +274,11 @@ class Checkpoints:
             def prepare() -> int:
                 if ranks.is_first:
                     running.saver = self._folder.begin(step, replace=replace)
-                    if self._keep_best is not None:
-                        self._folder.note_metric(step, metric)
                     self._abandon(step)
+                    # An earlier save may have been killed before it set the links.
+                    if self._last_step is None:
+                        with running.collecting_problems():
+                            self._set_links(self.steps())
                 return step
 
             def copy() -> None:
@@ -300,7 +304,7 @@ class Checkpoints:
             except BaseException:
                 running.end()
                 raise
-            running.work = lambda: self._write(running, copies.pop("state"), ranks, replace)
+            running.work = lambda: self._write(running, copies.pop("state"), ranks, replace, metric)
             self._running_saves.append(running)
             self._last_step = step
             if wait:
@@ -580,7 +584,12 @@ class Checkpoints:
             )
 
     def _write(
-        self, running: _RunningSave, state: dict[str, Any], ranks: Ranks, replaces: bool
+        self,
+        running: _RunningSave,
+        state: dict[str, Any],
+        ranks: Ranks,
+        replaces: bool,
+        metric: float | None,
     ) -> None:
         """Save, and remove superfluous checkpoints; an error in the removal does not fail the save."""
         step, folder = running.step, self._folder
@@ -588,6 +597,7 @@ class Checkpoints:
             running.problems += folder.remove()  # the save may need the space
         writer = FileSystemWriter(folder.path(step), overwrite=True)
         writer._warns_of_refusals = writer._compares_ranks = False  # save() has already done it
+        writer._metric = metric
         with first_rank_error(_is_damage):
             metadata: Metadata = save(
                 state,
@@ -602,20 +612,18 @@ class Checkpoints:
                 self._mirror.send(step, folder.path(step), replace=replaces, damaged=damaged)
             with running.collecting_problems():
                 folder.end(step)
-                if self._keep_best is not None:
-                    folder.set_links(self._sign)
         if self._keep_last is None:
             return
-        gone: list[Path] = []
+        keep_last, gone = self._keep_last, list[Path]()
 
         def choose() -> bool:
             if ranks.is_first:
                 with running.collecting_problems():
-                    assert self._keep_last is not None
-                    best = folder.best(self._sign)[: self._keep_best] if self._keep_best else ()
+                    steps = folder.steps()
+                    best = self._set_links(steps)
                     gone.extend(
                         folder.superfluous(
-                            step, self._keep_last, self._keep_every, self._damaged, best
+                            steps, step, keep_last, self._keep_every, self._damaged, best
                         )
                     )
             return bool(gone)
@@ -629,6 +637,15 @@ class Checkpoints:
                     self._damaged.add(step)
                 raise
             running.problems += folder.remove(gone) if ranks.is_first else []
+
+    def _set_links(self, steps: list[int]) -> list[int]:
+        """Let the links lead to the last and the best of the steps, if they are wanted; return the best ones."""
+        if self._keep_best is None:
+            return []
+        sound = (step for step in steps if step not in self._damaged)
+        best = self._folder.best(sound, self._sign)[: self._keep_best]
+        self._folder.set_links(steps[-1:], best)
+        return best
 
     def _choose(
         self, ranks: Ranks, step: int | None, failed: dict[tuple[int, bool], BaseException]

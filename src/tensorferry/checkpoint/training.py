@@ -227,23 +227,18 @@ class Parts:
             self.missing.append(key)
             return
         named = self._optimizers[key] = _NamedOptimizer(self._state[key], self._models)
-        named.paths = stored
-        objects = dict.fromkeys(
-            name
-            for name, path in stored.items()
-            if path[1] == "param_groups"
-            and not isinstance(metadata.state_dict_metadata[name], TensorStorageMetadata)
-        )
+        entries = {name: metadata.state_dict_metadata[name] for name in stored}
+        tensors = {
+            name: named.room_for(stored[name], entry)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        objects: dict[str, Any] = dict.fromkeys(stored.keys() - tensors.keys())
         read(objects)
-        missing, unexpected = named.match_groups(objects)
+        self.loaded |= tensors
+        missing, unexpected = named.compare(stored, objects | tensors)
         self.missing += [f"{key}.{name}" for name in missing]
         self.unexpected += [f"{key}.{name}" for name in unexpected]
-        for name, path in stored.items():
-            entry = metadata.state_dict_metadata[name]
-            if isinstance(entry, TensorStorageMetadata):
-                self.loaded[name] = named.room_for(path, entry)
-            else:
-                self.loaded[name] = objects.get(name)
 
     def set_loaded(self) -> None:
         """Give the loaded values to the parts: models first, random states last."""
@@ -258,7 +253,7 @@ class Parts:
             if key in self._current:
                 self._set_values(key, value)
             elif isinstance(value, torch.optim.Optimizer) and key in self._optimizers:
-                self._optimizers[key].load(key, self.loaded)
+                self._optimizers[key].load()
             elif whole in self.loaded:
                 self._give(key, *self.loaded[whole])
 
@@ -294,7 +289,6 @@ class _NamedOptimizer:
         self, optimizer: torch.optim.Optimizer, models: dict[str, torch.nn.Module]
     ) -> None:
         self._optimizer = optimizer
-        self.paths: dict[str, tuple[Any, ...]] = {}  # of the stored entries
         self._params: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by the id of the parameter
         for key, model in models.items():
@@ -305,8 +299,8 @@ class _NamedOptimizer:
                 self._names.setdefault(id(parameter), name)
         for position, param in enumerate(self._all_params()):
             self._params.setdefault(self._names.setdefault(id(param), str(position)), param)
-        self._groups: list[dict[str, Any]] = []
-        self._added: list[dict[str, Any]] = []
+        self._stored: dict[str, Any] = {}  # the state to load, in the form of state_dict()
+        self._added: set[int] = set()  # the positions of groups that are new
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
@@ -325,23 +319,30 @@ class _NamedOptimizer:
         states = {name_of.get(number, number): each for number, each in state["state"].items()}
         return {**state, "state": states, "param_groups": groups}
 
-    def match_groups(self, objects: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Find which stored groups are new; return the names without a stored group, and those without a parameter."""
-        tree: dict[str, Any] = {"": {"param_groups": []}}
-        for name, value in objects.items():
-            set_element(tree, ("", *self.paths[name][1:]), value)
-        self._groups = tree[""]["param_groups"]
+    def compare(
+        self, paths: dict[str, tuple[Any, ...]], values: dict[str, Any]
+    ) -> tuple[list[str], list[str]]:
+        """Set the state to load, by flat names; its tensors may be filled later.
+
+        Return the names without a stored group, and those without a parameter.
+        """
+        tree: dict[str, Any] = {"": {"state": {}, "param_groups": []}}
+        for name, path in paths.items():
+            set_element(tree, ("", *path[1:]), values[name])
+        self._stored = tree[""]
+        groups = self._stored["param_groups"]
         own = [self._names[id(param)] for param in self._all_params()]
-        for group in self._groups:  # older checkpoints have numbers, in the order of the parameters
+        for group in groups:  # older checkpoints have numbers, in the order of the parameters
             group["params"] = [
                 own[each] if isinstance(each, int) and each < len(own) else str(each)
                 for each in group["params"]
             ]
-        for group in self._groups[len(self._optimizer.param_groups) :]:
+        for number in range(len(self._optimizer.param_groups), len(groups)):
+            group = groups[number]
             if not set(own) & set(group["params"]) and self._params.keys() >= set(group["params"]):
-                self._added.append(group)
+                self._added.add(number)
                 own += group["params"]
-        stored = [name for group in self._groups for name in group["params"]]
+        stored = [name for group in groups for name in group["params"]]
         return sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
 
     def room_for(self, path: tuple[Any, ...], entry: TensorStorageMetadata) -> torch.Tensor:
@@ -353,29 +354,25 @@ class _NamedOptimizer:
                 return torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
-    def load(self, key: str, loaded: dict[str, Any]) -> None:
+    def load(self) -> None:
         """Add new groups, and load the state."""
-        tree: dict[str, Any] = {key: {"state": {}, "param_groups": []}}
-        for name, path in self.paths.items():
-            set_element(tree, path, loaded[name])
-        state = tree[key]
+        state = self._stored
         # The options of the stored groups, by the names of their parameters.
         options: dict[str, dict[str, Any]] = {}
-        for group, full in zip(self._groups, state["param_groups"], strict=True):
-            learns = full.pop("requires_grad", None)
-            names, full["params"] = group["params"], []
-            if group in self._added:
+        for number, group in enumerate(state["param_groups"]):
+            learns, names = group.pop("requires_grad", None), group["params"]
+            if number in self._added:
                 params = [self._params[name] for name in names]
                 for param, learning in zip(params, learns or (), strict=False):
                     param.requires_grad_(learning)
                 first = state["param_groups"][0]
                 own_options = {
                     name: value
-                    for name, value in full.items()
+                    for name, value in group.items()
                     if not (isinstance(value, torch.Tensor) and value.equal(first.get(name)))
                 }
                 self._optimizer.add_param_group({**own_options, "params": params})
-            options |= dict.fromkeys(names, full)
+            options |= dict.fromkeys(names, group)
         own = [self._names[id(param)] for param in self._all_params()]
         number_of = {name: number for number, name in enumerate(own)}
         groups = []

@@ -8,13 +8,11 @@ directory, and so are the CRC-32s that the core computes during the transfer.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import sys
 import zipfile
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -29,7 +27,7 @@ from tensorferry.transfer.checksums import Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _PAGE_NBYTES = 4096
 # Payloads of at least this size are read by a separate transfer, and need no copy.
@@ -37,8 +35,11 @@ _LARGE_NBYTES = 1 << 20
 # Small payloads are read together, up to this size.
 _RUN_NBYTES = 4 << 20
 
-# The range in which zipfile looks for the end of the directory.
-_TAIL_NBYTES = 65557
+# More payloads than this, with at most so many bytes on average, count as many small ones.
+_MANY, _SMALL_NBYTES = 1000, 32 << 10
+# Many small payloads of up to this size altogether are read before torch begins. Until it has copied them, they are in
+# memory about four times.
+_MAX_READ_FIRST_NBYTES = 64 << 20
 
 _TORCHS_RECORDS = ("data", "byteorder", "version", ".format_version", ".storage_alignment")
 
@@ -49,8 +50,12 @@ _DAMAGE = (
 )
 
 
-@dataclass(frozen=True)
-class Record:
+def are_small(count: int, nbytes: int) -> bool:
+    """Return whether payloads are so many and small that the work for each counts more than that for their bytes."""
+    return count > _MANY and nbytes <= count * _SMALL_NBYTES
+
+
+class Record(NamedTuple):
     """A record of an archive, as described by the directory."""
 
     name: str
@@ -58,11 +63,6 @@ class Record:
     begin: int  # the offset of its data
     nbytes: int
     crc: int
-
-    @property
-    def short_name(self) -> str:
-        """The name without the prefix with the archive's name."""
-        return self.name.partition("/")[2]
 
     @property
     def end(self) -> int:
@@ -98,30 +98,19 @@ class ArchiveDirectory:
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
         self._file = file
-        pread, self.nbytes = python_files.reader_and_size(file)
+        read, self.nbytes = zips.reader_of(file)
         self.payloads: list[Record] = []
         self.contents: list[tuple[str, int, bytes]] = []
-        # Read the end once before zipfile does: on a failing drive this raises the drive's error, which zipfile would
-        # report as "not a zip file".
-        pread(_TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
+        self.foreign = False
         try:
-            self._archive = zipfile.ZipFile(file)
-        except _DAMAGE as error:
-            raise CheckpointError(f"damaged or cut short: {error}", path) from error
-        entries = sorted(self._archive.infolist(), key=lambda entry: entry.header_offset)
-        end = self._archive.start_dir
-        self.foreign = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        for short in (entry.filename.partition("/")[2] for entry in entries):
-            # torch looks up records without regard to case, and could use this record in place of the one that it
-            # wrote, which is the one that is verified here.
-            if short != short.lower() and short.lower().startswith(_TORCHS_RECORDS):
-                raise CheckpointError(
-                    f"damaged: the record {short!r} differs from one of torch's by its case only",
-                    path,
-                )
-        if not self.foreign:
-            ends = [entry.header_offset for entry in entries[1:]] + [end]
-            self._sort([self._record(entry, end) for entry, end in zip(entries, ends, strict=True)])
+            entries, end = zips.entries(read, self.nbytes, of_torch=True)
+            named = [(entry, entry.name.decode()) for entry in sorted(entries)]
+        except (zips.UnknownArchiveError, struct.error, UnicodeDecodeError):
+            self.foreign = True
+            return
+        self._check_names(name for _, name in named)
+        ends = [entry.header for entry, _ in named[1:]] + [end]
+        self._sort([self._record(*each, end) for each, end in zip(named, ends, strict=True)])
 
     def reopen(self) -> tensorferry.File:
         """Open the archive again, even if it has been renamed or removed."""
@@ -129,52 +118,84 @@ class ArchiveDirectory:
 
     def check_all(self) -> None:
         """Verify all records, however they are stored."""
-        for entry in self._archive.infolist():
+        try:
+            archive = zipfile.ZipFile(self._file)
+        except _DAMAGE as error:
+            raise CheckpointError(f"damaged or cut short: {error}", self.path) from error
+        self._check_names(archive.namelist())
+        for entry in archive.infolist():
             if entry.CRC == 0:
                 continue  # there is no checksum
             try:
-                with self._archive.open(entry) as data:
+                if entry.header_offset < 0:  # zipfile does not check the offsets in the directory
+                    raise ValueError("the directory gives a negative offset")
+                with archive.open(entry) as data:
                     while data.read(_RUN_NBYTES):
                         pass
             except _DAMAGE as error:
                 names = (entry.filename,)
                 raise CheckpointError(f"damaged: {error}", self.path, names=names) from error
 
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            short = name.partition("/")[2]
+            # torch looks up records without regard to case, and could use this record in place of the one that it
+            # wrote, which is the one that is verified here.
+            if short != short.lower() and short.lower().startswith(_TORCHS_RECORDS):
+                raise CheckpointError(
+                    f"damaged: the record {short!r} differs from one of torch's by its case only",
+                    self.path,
+                )
+
     def _sort(self, records: list[Record]) -> None:
         small: list[Record] = []
         for record in records:
-            is_payload = record.short_name.startswith("data/")
+            is_payload = record.name.partition("/")[2].startswith("data/")
             (self.payloads if is_payload and record.nbytes >= MARK_NBYTES else small).append(record)
+        nbytes = sum(record.nbytes for record in self.payloads)
+        if nbytes <= _MAX_READ_FIRST_NBYTES and are_small(len(self.payloads), nbytes):
+            self.payloads, small = [], records
         for record, data in zip(small, self._read(small), strict=True):
             self.contents.append((record.name, record.nbytes, data))
-            self.foreign |= record.short_name == "constants.pkl"
-            self.foreign |= record.short_name == "byteorder" and data != sys.byteorder.encode()
+        for name, _, data in self.contents:
+            self.foreign |= name.endswith("/constants.pkl")
+            self.foreign |= name.endswith("/byteorder") and data != sys.byteorder.encode()
 
     def _read(self, records: list[Record]) -> list[bytes]:
         """Read and verify records, and return their data."""
-        buffers = [bytearray(record.end - record.header) for record in records]
         if not records:
             return []
-        at = records[0].header
+        groups: list[list[Record]] = []
+        for record in records:
+            if groups and record.header - groups[-1][-1].end <= _PAGE_NBYTES:
+                groups[-1].append(record)
+            else:
+                groups.append([record])
+        views = [memoryview(bytearray(each[-1].end - each[0].header)) for each in groups]
         segments: list[Any] = []
-        for record, buffer in zip(records, buffers, strict=True):
-            segments += [record.header - at, buffer]
-            at = record.end
+        at = records[0].header
+        for group, view in zip(groups, views, strict=True):
+            segments += [group[0].header - at, view]
+            at = group[-1].end
         with self.reopen() as file:
             file.read(segments, records[0].header)
         contents = []
-        for record, buffer in zip(records, buffers, strict=True):
-            self.check_header(record, memoryview(buffer))
-            contents.append(bytes(memoryview(buffer)[record.begin - record.header :]))
-            self.check_crc(record, crc32(contents[-1]))
+        for group, view in zip(groups, views, strict=True):
+            for record in group:
+                whole = view[record.header - group[0].header : record.end - group[0].header]
+                self.check_header(record, whole)
+                contents.append(bytes(whole[record.begin - record.header :]))
+                self.check_crc(record, crc32(contents[-1]))
         return contents
 
     def check_header(self, record: Record, header: memoryview) -> None:
         """Compare a record's local header, at the beginning of the view, with the directory."""
-        with contextlib.suppress(zips.UnknownArchiveError):
+        try:
             name, nbytes, _ = zips.local_header(header)
-            if name == record.name.encode() and record.header + nbytes == record.begin:
-                return
+        except zips.UnknownArchiveError:
+            name, nbytes = b"", 0
+        if name == record.name.encode() and record.header + nbytes == record.begin:
+            return
         raise self.damage_error(record, "its header differs from its entry in the zip directory")
 
     def check_crc(self, record: Record, crc: int) -> None:
@@ -187,17 +208,15 @@ class ArchiveDirectory:
         where: Any = {"names": (record.name,), "begin": record.header, "end": record.end}
         return CheckpointError(f"damaged: {problem}", self.path, **where)
 
-    def _record(self, entry: zipfile.ZipInfo, end: int) -> Record:
+    def _record(self, entry: zips.DirectoryEntry, name: str, end: int) -> Record:
         """Locate an entry's data: they end, together with the descriptor, where the next record begins."""
         descriptor_nbytes = 0
-        if entry.flag_bits & zips.HAS_DESCRIPTOR and entry.file_size > 0:
-            wide = max(entry.file_size, entry.header_offset) >= zips.MAX_32
+        if entry.shared[1] & zips.HAS_DESCRIPTOR and entry.nbytes > 0:
+            wide = max(entry.nbytes, entry.header) >= zips.MAX_32
             descriptor_nbytes = 24 if wide else 16
-        begin = end - descriptor_nbytes - entry.file_size
-        record = Record(entry.filename, entry.header_offset, begin, entry.file_size, entry.CRC)
-        if entry.header_offset < 0:  # zipfile does not check the offsets in the directory
-            raise self.damage_error(record, "the zip directory gives a negative offset for it")
-        if begin < entry.header_offset + zips.LOCAL_HEADER.size + len(entry.filename.encode()):
+        begin = end - descriptor_nbytes - entry.nbytes
+        record = Record(name, entry.header, begin, entry.nbytes, entry.crc)
+        if begin < entry.header + zips.LOCAL_HEADER.size + len(entry.name):
             raise self.damage_error(
                 record, "its data does not fit between its header and the next record"
             )
@@ -216,14 +235,14 @@ class Payloads:
     def __init__(self, directory: ArchiveDirectory) -> None:
         file = directory.reopen()
         runs = list(_runs(directory, file))
-        self._run_of = {record: (run, k) for run in runs for k, record in enumerate(run.records)}
+        self._places = [(run, k) for run in runs for k in range(len(run.records))]
         # If torch copies payloads to another device, those that are read ahead need memory in addition to the result.
         # The limit counts payloads that have been read, or are being read, and that torch has not taken yet.
         self._pipeline = Pipeline(runs, memory_nbytes=read_ahead_nbytes())
         self._pipeline.files[directory] = file
 
-    def take(self, record: Record) -> Any:
-        """Return a payload when it has been read and verified. Each payload can be taken once.
+    def take(self, index: int) -> Any:
+        """Return the payload of this number when it has been read and verified. Each payload can be taken once.
 
         Raises
         ------
@@ -232,7 +251,7 @@ class Payloads:
         StorageError
             The payload could not be read.
         """
-        run, k = self._run_of.pop(record)
+        run, k = self._places[index]
         if run.is_checked:
             return run.take(k)
         while not run.released and (oldest := self._pipeline.first()) is not None:

@@ -3,19 +3,21 @@
 A file of torch.save is a zip archive; its payloads are the bytes of the tensors' storages.
 
 `save` lets torch write the archive without its payloads (:mod:`tensorferry.checkpoint.zipformat.archive`) and inserts
-them: the file is byte for byte the one that torch would have written to a file object.
+them: the file is byte for byte the one that torch would have written to a file object. If the tensors are many and
+small, the work per tensor counts more than that per byte, and torch writes the whole archive.
 
 `load` lets torch unpickle a skeleton of the archive with a mark for each payload
 (:mod:`tensorferry.checkpoint.objects.skeleton`). torch maps the skeleton, and calls this module to restore each storage
 to its device (`torch.serialization.register_package`). The mark at the beginning of the storage identifies the payload.
 Payloads are read ahead meanwhile (:mod:`tensorferry.checkpoint.objects.payloads`), and each payload is verified before
-torch gets it.
+torch gets it. If payloads are many and small, all are verified first, and the skeleton has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import pickle
 import threading
@@ -23,12 +25,14 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import tensorferry
 from tensorferry.base.checks import is_url
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
+from tensorferry.checkpoint.garbage import collection_paused
 from tensorferry.checkpoint.objects.file_writer import FileWriter
-from tensorferry.checkpoint.objects.payloads import ArchiveDirectory, Payloads
+from tensorferry.checkpoint.objects.payloads import ArchiveDirectory, Payloads, are_small
 from tensorferry.checkpoint.objects.skeleton import Skeleton
 from tensorferry.checkpoint.zipformat.archive import (
     Archive,
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 
     from tensorferry.base.checks import Path, Readable
     from tensorferry.transfer.replacement import Target
+
+_BUFFER_NBYTES = 1 << 20
 
 
 def save(obj: object, path: Path, *, sync: bool = True) -> None:
@@ -87,8 +93,8 @@ def write_uncommitted(obj: object, path: Path, *, sync: bool, as_archive: bool =
 
     Without ``as_archive`` it has the format of torch.save before torch 1.6.
     """
-    if not as_archive:
-        return _write_by_torch(obj, path, sync=sync, as_archive=False)
+    if not as_archive or _has_small_tensors(obj):
+        return _write_by_torch(obj, path, sync=sync, as_archive=as_archive)
     try:
         archive, storages = _archive_and_storages(obj)
     except (UnknownArchiveError, RuntimeError):
@@ -113,11 +119,28 @@ def write_uncommitted(obj: object, path: Path, *, sync: bool, as_archive: bool =
 def _write_by_torch(obj: object, path: Path, *, sync: bool, as_archive: bool) -> Target:
     file = FileWriter(path, sync=sync)
     with _abort_on_failure(file):
+        buffered: Any = io.BufferedWriter(file, _BUFFER_NBYTES)
+        module: Any = _pickle_module() if as_archive else pickle
         try:
-            torch.save(obj, file, _use_new_zipfile_serialization=as_archive)  # type: ignore[arg-type]
+            torch.save(obj, buffered, module, _use_new_zipfile_serialization=as_archive)
+            buffered.flush()
         except RuntimeError as error:
             raise cause_of(error) from None
         return file.finish()
+
+
+def _has_small_tensors(obj: object) -> bool:
+    """Return whether an object consists of many tensors that are small on average."""
+    try:
+        tensors = [each for each in tree_leaves(obj) if isinstance(each, torch.Tensor)]
+    except RecursionError:
+        return False
+    return all(
+        type(each) in (torch.Tensor, torch.nn.Parameter)
+        and each.layout is torch.strided
+        and each.device.type in ("cpu", "cuda")
+        for each in tensors
+    ) and are_small(len(tensors), sum(each.untyped_storage().nbytes() for each in tensors))
 
 
 @contextlib.contextmanager
@@ -191,12 +214,22 @@ def load(
             if directory.foreign:
                 directory.check_all()
             if not (directory.foreign or mmap):
-                with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
-                    if callable(map_location):
-                        options["map_location"] = loading.map_location_with(map_location)
-                    return torch.load(loading.path, mmap=True, **options)
+                return _load_by_skeleton(directory, options)
         file.seek(0)
         return torch.load(torchs, mmap=mmap, **options)
+
+
+def _load_by_skeleton(directory: ArchiveDirectory, options: dict[str, Any]) -> Any:
+    with _skeleton(directory) as skeleton:
+        if not directory.payloads:
+            # Without weights_only, code of the user may run, for any time.
+            paused = collection_paused() if options["weights_only"] else contextlib.nullcontext()
+            with paused:
+                return torch.load(skeleton.path, **options)
+        with Payloads(directory) as payloads, _Loading(directory, payloads, skeleton) as loading:
+            if callable(map_location := options["map_location"]):
+                options["map_location"] = loading.map_location_with(map_location)
+            return torch.load(skeleton.path, mmap=True, **options)
 
 
 @contextlib.contextmanager
@@ -215,9 +248,8 @@ def _name_in_errors(path: str) -> Iterator[None]:
         raise
 
 
-def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStorage]]:
-    """Return the archive that torch.save would write, and the storages of its payloads in the order of the archive."""
-    found: dict[str, Any] = {}
+def _pickle_module(found: dict[str, Any] | None = None) -> Any:
+    """Return a module like pickle for torch.save, which enters an object's storages in ``found`` by their names."""
 
     class Pickler(pickle.Pickler):
         # torch derives its pickler from this class, and overrides persistent_id(), which names the storages.
@@ -229,14 +261,23 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
                 if not isinstance(item, (torch.TypedStorage, torch.UntypedStorage)):
                     return None
                 name = name_of(self, item)
-                if name is not None:
+                if name is not None and found is not None:
                     found[name[2]] = item
                 return name
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
-    module = types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
-    archive = archive_of(obj, module)
+        def dump(self, obj: Any) -> None:
+            with collection_paused():
+                super().dump(obj)
+
+    return types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
+
+
+def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStorage]]:
+    """Return the archive that torch.save would write, and the storages of its payloads in the order of the archive."""
+    found: dict[str, Any] = {}
+    archive = archive_of(obj, _pickle_module(found))
     storages = {
         key: item._untyped_storage if isinstance(item, torch.TypedStorage) else item
         for key, item in found.items()
@@ -248,20 +289,27 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
     return archive, [storages[key] for key in archive.payload_keys]
 
 
+@contextlib.contextmanager
+def _skeleton(directory: ArchiveDirectory) -> Iterator[Skeleton]:
+    marks = [(record.name, record.nbytes, k) for k, record in enumerate(directory.payloads)]
+    # Leave out the record with the format version: if it exists, torch may compute the offsets of records rather than
+    # look them up. The computed offsets would be wrong, because payloads are not complete in the skeleton.
+    contents = [one for one in directory.contents if not one[0].endswith("/.format_version")]
+    skeleton = Skeleton([*contents, *marks])
+    try:
+        yield skeleton
+    finally:
+        skeleton.close()
+
+
 class _Loading:
     """A context manager that replaces the storages of a skeleton with payloads, for loads of the current thread."""
 
-    def __init__(self, directory: ArchiveDirectory, payloads: Payloads) -> None:
+    def __init__(self, directory: ArchiveDirectory, payloads: Payloads, skeleton: Skeleton) -> None:
         self._directory = directory
         self._payloads = payloads
-        self._records = directory.payloads
+        self._skeleton = skeleton
         self._last: tuple[int, torch.UntypedStorage] | None = None
-        marks = [(record.name, record.nbytes, k) for k, record in enumerate(self._records)]
-        # Leave out the record with the format version: if it exists, torch may compute the offsets of records rather
-        # than look them up. The computed offsets would be wrong, because payloads are not complete in the skeleton.
-        contents = [one for one in directory.contents if not one[0].endswith("/.format_version")]
-        self._skeleton = Skeleton([*contents, *marks])
-        self.path = self._skeleton.path
 
     def payload_for(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Return the payload for a storage of the skeleton; None for any other storage."""
@@ -269,10 +317,10 @@ class _Loading:
         if index is None:
             return None
         if self._last is None or self._last[0] != index:
-            self._last = index, self._payloads.take(self._records[index])
+            self._last = index, self._payloads.take(index)
         payload = self._last[1]
         if payload.nbytes() != storage.nbytes():
-            record = self._records[index]
+            record = self._directory.payloads[index]
             raise self._directory.damage_error(
                 record, f"its size of {record.nbytes} bytes is not the one in the pickle"
             )
@@ -295,7 +343,6 @@ class _Loading:
 
     def __exit__(self, *_: object) -> None:
         _thread.loading = self._outer
-        self._skeleton.close()
 
 
 _thread = threading.local()

@@ -35,6 +35,7 @@ from tensorferry.checkpoint.storage.metadata import (
     EXTRAS,
     EXTRAS_VERSION,
     metadata_path,
+    metric_line_of,
     trailer_of,
 )
 from tensorferry.checkpoint.storage.names import (
@@ -155,6 +156,7 @@ def replace(
     rank: int | None = None,
     overwrite: bool = True,
     sync: bool,
+    metric: float | None = None,
 ) -> None:
     """Commit a checkpoint, and remove the files that nothing refers to any more.
 
@@ -172,6 +174,8 @@ def replace(
         Whether an existing checkpoint may be replaced.
     sync : bool
         Whether the checkpoint must survive a power cut once this has returned.
+    metric : float, optional
+        The metric of the checkpoint, which is committed with it.
 
     Raises
     ------
@@ -189,7 +193,7 @@ def replace(
         # Without exclusive access, remove only files that the old metadata names: other saves may be writing all other
         # files.
         removable = None if alone else _names_in(_metadata_files(directory, rank))
-        write_metadata(path, metadata, sync=sync, overwrite=overwrite)
+        write_metadata(path, metadata, sync=sync, overwrite=overwrite, metric=metric)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
         # The save has succeeded even if the old files cannot be removed now, or are being loaded. The next save tries
         # again.
@@ -239,11 +243,18 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
             )
 
 
-def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True) -> None:
+def write_metadata(
+    path: Path,
+    metadata: Metadata,
+    *,
+    sync: bool,
+    overwrite: bool = True,
+    metric: float | None = None,
+) -> None:
     """Write metadata with atomic replacement: temporary file, fsync, rename. This commits the checkpoint."""
-    pickled = _pickled(metadata)
+    content = _pickled(metadata) + metric_line_of(metric)
     with storage_errors(path), Temporary(path.parent) as new:
-        new.write(pickled, trailer_of(pickled), sync=sync)
+        new.write(content, trailer_of(content), sync=sync)
         if overwrite or not _link_if_absent(new, path):
             new.rename(path.name)
     if sync:

@@ -5,7 +5,8 @@ the classes that torch writes there, and checks their fields before use.
 
 tensorferry's writers add three things, which torch ignores. The `_StorageInfo` of a tensor, which locates its blob (the
 bytes that torch.save writes for the tensor), also has the location of the payload (the elements) in the blob.
-`Metadata` has the checksums of the data files. A trailer after the pickle has the pickle's own checksum.
+`Metadata` has the checksums of the data files. After the pickle come the metric of the checkpoint, if it has one, and a
+trailer with the checksum of everything before it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pathlib
 import pickle
 import re
 import stat
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +43,13 @@ from tensorferry._core import crc32
 from tensorferry.base.checks import MAX_FILE_NBYTES, can_be_path
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import collection_paused
-from tensorferry.checkpoint.storage.names import METADATA_NAME, TRAILER, TRAILER_NBYTES
+from tensorferry.checkpoint.storage.names import (
+    METADATA_NAME,
+    METRIC,
+    METRIC_NBYTES,
+    TRAILER,
+    TRAILER_NBYTES,
+)
 from tensorferry.checkpoint.zipformat.blobs import torch_constant
 from tensorferry.checkpoint.zipformat.unpickling import (
     MalformedError,
@@ -103,8 +111,30 @@ def metadata_path(folder: str | os.PathLike[str], rank: int | None = None) -> pa
 
 
 def trailer_of(pickled: bytes) -> bytes:
-    """Return the trailer that our writers put after a pickle: a line with the pickle's checksum."""
+    """Return the trailer that our writers put at the end: a line with the checksum of all bytes before it."""
     return b"tensorferry crc32 %08x\n" % crc32(pickled)
+
+
+def metric_line_of(metric: float | None) -> bytes:
+    """Return what our writers put between pickle and trailer; nothing without a metric."""
+    if metric is None:
+        return b""
+    digits = struct.pack(">d", metric).hex().encode()
+    return b"tensorferry metric %s crc32 %08x\n" % (digits, crc32(digits))
+
+
+def read_metric(path: pathlib.Path) -> float | None:
+    """Return the metric in a `.metadata` file, without the rest; None if there is none, or if it is damaged."""
+    if not is_regular(path):
+        return None
+    with path.open("rb") as file:
+        nbytes = METRIC_NBYTES + TRAILER_NBYTES
+        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+        match = METRIC.fullmatch(file.read(nbytes)[:-TRAILER_NBYTES])
+    if match is None or crc32(match[1]) != int(match[2], 16):
+        return None
+    metric: float = struct.unpack(">d", bytes.fromhex(match[1].decode()))[0]
+    return metric
 
 
 def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata:

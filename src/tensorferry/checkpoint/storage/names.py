@@ -24,6 +24,10 @@ TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
 """What our writer puts after the pickle of metadata: the CRC-32 of the pickle."""
 TRAILER_NBYTES = 27
 
+METRIC = re.compile(rb"tensorferry metric ([0-9a-f]{16}) crc32 ([0-9a-f]{8})\n")
+"""The metric of a checkpoint, before the trailer: a big-endian float64 and its own CRC-32."""
+METRIC_NBYTES = 51
+
 DATA_FILE_SUFFIX = ".distcp"
 
 # The usual suffixes of files that torch.save wrote.

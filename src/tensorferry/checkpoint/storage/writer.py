@@ -121,6 +121,8 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
     _warns_of_refusals = True
     # Whether to compare what ranks save under one name. Checkpoints does that itself, before a save begins.
     _compares_ranks = True
+    # The metric of a checkpoint of Checkpoints.
+    _metric: float | None = None
 
     def __init__(
         self,
@@ -236,6 +238,7 @@ class FileSystemWriter(FolderWriter, InPlaceOfTorchs, filesystem.FileSystemWrite
                 rank=rank,
                 overwrite=self.overwrite,
                 sync=self.sync_files,
+                metric=self._metric,
             )
             metadata.__dict__.update(own.__dict__)
         finally:

@@ -131,7 +131,7 @@ def is_descriptor(data: Bytes) -> bool:
     return data[:4] == _DESCRIPTOR_SIGNATURE
 
 
-def _entries(
+def entries(
     read: Callable[[int, int], bytes], nbytes: int, *, of_torch: bool
 ) -> tuple[list[DirectoryEntry], int]:
     """Return the entries of an archive's directory, and its offset; ``of_torch`` refuses what torch does not write."""
@@ -166,7 +166,7 @@ def names(read: Callable[[int, int], bytes], nbytes: int) -> list[bytes]:
     UnknownArchiveError, struct.error
         The archive has no directory.
     """
-    return [entry.name for entry in _entries(read, nbytes, of_torch=False)[0]]
+    return [entry.name for entry in entries(read, nbytes, of_torch=False)[0]]
 
 
 def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
@@ -182,7 +182,7 @@ def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
         _require(begin >= tail_begin, "its directory is longer than expected")
         return bytes(tail[begin - tail_begin : end - tail_begin])
 
-    return _entries(read, tail_begin + len(tail), of_torch=True)[0]
+    return entries(read, tail_begin + len(tail), of_torch=True)[0]
 
 
 def layout(
@@ -207,7 +207,7 @@ def layout(
     UnknownArchiveError, struct.error, UnicodeDecodeError
         The archive differs from those that torch writes.
     """
-    found, directory_begin = _entries(read, nbytes, of_torch=True)
+    found, directory_begin = entries(read, nbytes, of_torch=True)
     found.sort()
     places = []
     # A record that would begin behind the directory makes the one before it overlap the directory.
