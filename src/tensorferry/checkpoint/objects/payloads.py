@@ -37,9 +37,6 @@ _LARGE_NBYTES = 1 << 20
 # Small payloads are read together, up to this size.
 _RUN_NBYTES = 4 << 20
 
-# The range in which zipfile looks for the end of the directory.
-_TAIL_NBYTES = 65557
-
 _TORCHS_RECORDS = ("data", "byteorder", "version", ".format_version", ".storage_alignment")
 
 # Exceptions that zipfile raises for a damaged archive.
@@ -98,15 +95,16 @@ class ArchiveDirectory:
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
         self._file = file
-        pread, self.nbytes = python_files.reader_and_size(file)
+        _, self.nbytes = python_files.reader_and_size(file)
         self.payloads: list[Record] = []
         self.contents: list[tuple[str, int, bytes]] = []
-        # Read the end once before zipfile does: on a failing drive this raises the drive's error, which zipfile would
-        # report as "not a zip file".
-        pread(_TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
+        handled = sys.exc_info()[1]
         try:
             self._archive = zipfile.ZipFile(file)
         except _DAMAGE as error:
+            # zipfile reports an error of the drive as "not a zip file".
+            if isinstance(error.__context__, OSError) and error.__context__ is not handled:
+                raise error.__context__ from None
             raise CheckpointError(f"damaged or cut short: {error}", path) from error
         entries = sorted(self._archive.infolist(), key=lambda entry: entry.header_offset)
         end = self._archive.start_dir
