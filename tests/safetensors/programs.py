@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
 import sys
-import threading
-import time
-from typing import Any
 
 import numpy as np
 
 from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
-from tests.support.child import ROOT
 
 
 def save_numpy(path: str) -> bool:

@@ -26,7 +26,6 @@ from tensorferry.safetensors import checksums, saving
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
 from tensorferry.transfer import sidecars
-from tests.safetensors import programs
 from tests.safetensors.files import Tied
 from tests.support import child, mounts
 from tests.support.data import long_name
