@@ -194,7 +194,7 @@ def test_requests_that_fail(new: Any, doing: str, faultfs: FaultFS, chance: rand
 @pytest.mark.parametrize("doing", ["save", "load"])
 def test_interrupts(new: Any, doing: str, directory: pathlib.Path, chance: random.Random) -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     expected, count = clean(new, directory, doing)
     for number in range(TIMES):
