@@ -133,9 +133,8 @@ def assert_goes_on(op: Operation, failure: str, expected: list[str] | None) -> N
     assert op.found() == {NEXT}
     assert expected in (None, files_in(op.folder)), failure
     gc.collect()
-    if (
-        "KeyboardInterrupt" not in failure
-    ):  # it may come between open() and the variable for its descriptor
+    # An interrupt may come between open() and the assignment of its result, and then nothing closes the file.
+    if "KeyboardInterrupt" not in failure:
         assert settled(lambda: not any(str(op.folder) in each for each in descriptors()))
 
 

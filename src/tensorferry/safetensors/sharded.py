@@ -280,12 +280,13 @@ class Model:
         """Rename files, given by the names that :meth:`add` got, to their final names."""
         own = self._directory.resolve()
         for name, final in names.items():
-            new = self._files.pop(name)
+            new = self._files[name]
             if final != self._first_name(name):
                 new.retarget(final)
             # One sync of the directory, below, covers all names in it. Only the target of a symbolic link, which may be
             # in another directory, needs a separate sync.
             new.commit(sync_names=Path(new.target).parent != own)
+            del self._files[name]
         self._sync_names()
 
     def _place_with_index(

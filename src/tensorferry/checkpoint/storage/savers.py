@@ -72,6 +72,7 @@ class Saver:
         self._offset, self._nbytes = (0, _RANGE_NBYTES) if rank is None else (rank, 1)
         self._held: LockedFile | None = None
         self._path = path = directory / LOCK_NAME
+        reach_all = _reach_all(directory)
         try:
             self._held = self._enter(path)
         except OSError as error:
@@ -80,14 +81,14 @@ class Saver:
             # would remove its files.
             if isinstance(error, StorageError):
                 raise
-            if error.errno not in _NO_LOCKS and _reach_all(directory):
+            if error.errno not in _NO_LOCKS and reach_all:
                 message = (
                     f"{error.strerror} (opening {path.name}, the lock file by which concurrent saves see "
                     "each other)"
                 )
                 raise StorageError(error.errno, message, str(directory)) from error
         # Whether all other saves into the directory see the locks; if not, exclusive access is never granted.
-        self.reaches_all = self._held is not None and _reach_all(directory)
+        self.reaches_all = self._held is not None and reach_all
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -139,10 +140,14 @@ class Saver:
         while time.monotonic() < deadline:
             descriptor = open_lock_file(path)
             held = LockedFile(descriptor, functools.partial(_unlock, descriptor, path))
-            locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)
-            # The last save to leave may have removed the file between open and lock; if so, try again.
-            if locked and _is_at(descriptor, path):
-                return held
+            try:
+                locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)
+                # The last save to leave may have removed the file between open and lock; if so, try again.
+                if locked and _is_at(descriptor, path):
+                    return held
+            except BaseException:
+                held.close()
+                raise
             held.close()
             if not locked:
                 time.sleep(_POLL_SECONDS)
