@@ -100,11 +100,14 @@ def failed(call: Callable[[], object]) -> str:
     try:
         call()
     except FAILURES as error:
-        return repr(error)
+        message = repr(error)
     except RuntimeError as error:
         assert "unexpected pos" in str(error)  # noqa: PT017  (torch's own, in place of an interrupt)
-        return repr(error)
-    return ""
+        message = repr(error)
+    else:
+        return ""
+    gc.collect()  # frames of the failure, in cycles with it, may have what an interrupt kept from being released
+    return message
 
 
 def assert_found(op: Operation, failure: str) -> None:

@@ -125,12 +125,14 @@ class LockDescriptors:
         """
         if self._owners.get(descriptor) != os.getpid():
             return
-        with contextlib.suppress(OSError):
-            unlock()
-        self.forget(descriptor)
-        # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        try:
+            with contextlib.suppress(OSError):
+                unlock()
+        finally:
+            self.forget(descriptor)
+            # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def forget(self, descriptor: int) -> None:
         """Record that a descriptor is no longer locked; the caller closes it."""
