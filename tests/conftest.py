@@ -30,6 +30,8 @@ from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavaila
 # Settings of this machine's user must not change the tests; child processes inherit this.
 for name in ("ENGINE", "BLOCK_SIZE", "QUEUE_DEPTH", "INTRA_OP_PARALLELISM"):
     os.environ.pop(f"TENSORFERRY_{name}", None)
+# torch's threads spin while they wait, by default, which takes the processors from the tests of other workers.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 # A shell starts background jobs with SIGINT ignored, which child processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

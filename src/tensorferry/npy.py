@@ -13,6 +13,7 @@ import contextlib
 import io
 import math
 import struct
+import sys
 import zipfile
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -390,11 +391,15 @@ def _stored_array(
 @contextlib.contextmanager
 def _format_errors(path: str, name: str | None = None) -> Iterator[None]:
     """Raise the exceptions of NumPy and zipfile for a damaged file as FormatError."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except (FormatError, MemoryError):
         raise
     except (ValueError, zipfile.BadZipFile, RuntimeError) as error:
+        # zipfile reports an error of the drive as "not a zip file".
+        if isinstance(error.__context__, OSError) and error.__context__ is not handled:
+            raise error.__context__ from None
         # zipfile raises RuntimeError if a password is needed or the compression method is not supported.
         raise FormatError(str(error), path, name) from None
     except Exception as error:

@@ -9,8 +9,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,6 @@ from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
 from tensorferry.safetensors.torch import save_file
 from tests.checkpoint.shards import distributed, whole
 from tests.checkpoint.states import assert_same, done, empty_like
-from tests.safetensors.files import assert_readers_agree
 from tests.support import child
 from tests.support.ranks import call_on_ranks, files_of
 
@@ -47,7 +44,6 @@ TorchsWriter, TorchsReader = (
 
 
 MIB = 1 << 20
-KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "2"))
 
 
 MAPPING = {"rows": 1, "columns": 2, "few": 2, "same": 1, "large": 3, "deep": 3}
@@ -477,34 +473,6 @@ def test_a_killed_save_is_read_by_what_the_index_names(directory: pathlib.Path) 
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": old}}))
     dcp.load(found, storage_reader=Reader(directory), no_dist=True)
     assert torch.equal(found["a"], torch.ones(3))
-
-
-def save_until_killed(path: str, seed: int) -> None:
-    import random
-
-    from tests.safetensors.programs import kill_after
-
-    writer = Writer(path, {"a": 1, "b": 2}, save_distributed=True, enable_consolidation=True)
-    states = [
-        {"a": torch.full((MIB,), float(k)), "b": torch.full((MIB,), float(k))} for k in (1, 2)
-    ]
-    dcp.save(states[0], storage_writer=writer, no_dist=True)
-    kill_after(random.Random(seed).uniform(0, 0.3))
-    while True:
-        for state in states:
-            dcp.save(state, storage_writer=writer, no_dist=True)
-
-
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
-    code = f"from tests.checkpoint import test_huggingface as t; t.save_until_killed({str(directory)!r}, {seed})"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=300)
-    assert ended.returncode == -9, ended.stderr.decode()
-    found = {"a": torch.zeros(MIB), "b": torch.zeros(MIB)}
-    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
-    assert len({float(value) for tensor in found.values() for value in tensor.unique()}) == 1
-    assert_readers_agree(directory, found)
 
 
 def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> None:

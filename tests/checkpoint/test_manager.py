@@ -39,8 +39,10 @@ from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
 from tests.checkpoint.steps import Steps
 from tests.support import child, mounts
+from tests.support.child import ROOT
 from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.interrupts import At
 from tests.support.leaks import settled
 from tests.support.ranks import call_on_ranks, files_of, started
 from tests.support.threads import InThread, no_new_threads, threads_in
@@ -1026,3 +1028,17 @@ def test_names_of_what_saves_leave() -> None:
         assert commit.is_save_file(name)
     for name in (".metadata", "__0.metadata", "model.pt", UNFINISHED, ""):
         assert not commit.is_save_file(name)
+
+
+def test_while_another_process_replaces_the_only_checkpoint_there_is_one(
+    directory: pathlib.Path,
+) -> None:
+    """Otherwise a restore beside it returns None, and a training begins anew without a word."""
+    reader, writer = Checkpoints(directory), Checkpoints(directory, keep_last=1)
+    writer.save(1, {"x": 1}, wait=True)
+    with At(0, str(ROOT / "src"), lambda: None) as moments:
+        reader.latest()
+    for moment in range(1, moments.count + 1):
+        newer = moment + 1
+        with At(moment, str(ROOT / "src"), lambda: writer.save(newer, {"x": 1}, wait=True)):  # noqa: B023
+            assert reader.latest() in (moment, newer)

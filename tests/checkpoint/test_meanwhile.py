@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import itertools
 import os
 import pathlib
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +19,7 @@ from tensorferry.checkpoint import load as load_object
 from tests.checkpoint.loads import fails
 from tests.checkpoint.states import empty_like, metadata_of, steps_in, telling
 from tests.support import ranks
-from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.forks import assert_exits_with_zero
 from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
@@ -119,46 +116,6 @@ def test_a_load_whose_checkpoint_is_replaced_before_it_reads_data_fails(
     assert steps_in(load(directory, "directory")) == {2.0}
     places = metadata_of(directory).storage_data.values()
     assert {path.name for path in directory.glob("*.distcp")} == {p.relative_path for p in places}
-
-
-def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]]:
-    """Fork children while a thread saves; return the steps that each save left."""
-    base = pathlib.Path(directory)
-    save_as(form, 0, base / "warm-up")
-    found, forked = [], 0
-
-    def work_of_child() -> None:
-        own = base / f"child{os.getpid()}"
-        save_as(form, 7, own)
-        assert steps_in(load(own, form)) == {7.0}
-
-    for step in range(1, 5):
-        path = base / "checkpoint"
-        saving = threading.Thread(target=save_as, args=(form, step, path))
-        saving.start()
-        children = []
-        while saving.is_alive():
-            time.sleep(0.001)
-            if (pid := os.fork()) == 0:
-                in_child(gc.collect if children else work_of_child)
-            children.append(pid)
-            if len(children) == 3:
-                break
-        for pid in children:
-            assert_exits_with_zero(pid)
-        saving.join()
-        forked += len(children)
-        found.append(sorted(steps_in(load(path, form))))
-    assert forked
-    return found
-
-
-@pytest.mark.parametrize("form", ["directory", "file"])
-def test_children_forked_in_the_middle_of_saves_work_and_the_saves_are_whole(
-    directory: pathlib.Path, form: str
-) -> None:
-    (found,) = call_on_ranks(1, fork_beside_saves, str(directory), form)
-    assert found == [[step] for step in range(1, 5)]
 
 
 def fork_with_an_open_writer(_rank: int, directory: str, deed: str) -> str:

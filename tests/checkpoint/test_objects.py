@@ -351,3 +351,16 @@ def test_failed_reads_are_told_as_such(faultfs: FaultFS, where: str) -> None:
         load(path)
     assert caught.value.errno == errno.EIO
     assert str(caught.value.filename) == str(path)
+
+
+def test_a_read_that_fails_once_is_not_called_damage(faultfs: FaultFS) -> None:
+    """zipfile says "not a zip file" where the drive fails at its end, and load() says what the drive did."""
+    path = faultfs.path / "object.pt"
+    save(torch.zeros(1000), path)
+    faultfs.order()
+    load(path)
+    for skipped in range(len(faultfs.requests("read"))):
+        faultfs.order(Fault("read", error=errno.EIO, times=1, skip=skipped))
+        with pytest.raises(OSError, match=r"object\.pt") as caught:
+            load(path)
+        assert caught.value.errno == errno.EIO

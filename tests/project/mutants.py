@@ -74,6 +74,22 @@ _ROWS = "a gather returns the rows of the given numbers, or an error"
 
 MUTANTS = [
     _mutant(
+        "a-checkpoint-removed-meanwhile-was-the-only-one",
+        "restore() finds the newest complete checkpoint, whatever other processes do meanwhile",
+        "src/tensorferry/checkpoint/folder.py",
+        "step in complete or path.exists()",
+        "True or path.exists()",
+        "tests/checkpoint/test_manager.py::test_while_another_process_replaces_the_only_checkpoint_there_is_one",
+    ),
+    _mutant(
+        "a-killed-save-keeps-its-temporary-files",
+        "the next replacement in a folder removes the temporary files of the dead",
+        "src/tensorferry/transfer/publication.py",
+        "if TEMPORARY_NAME.fullmatch(name) and name not in _own_names:",
+        "if False:",
+        "tests/matrix/test_matrix.py::test_kills",
+    ),
+    _mutant(
         "a-subclass-counts-as-its-class",
         _EXACT,
         "src/tensorferry/offload/kinds.py",

@@ -2,66 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
 import sys
-import threading
-import time
-from typing import Any
 
 import numpy as np
 
 from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
-from tests.support.child import ROOT
-
-KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
-LIMITS = ("1MB", "1MB", "2MB", "1GB")
-
-
-def killed(function: str, path: os.PathLike[str], seed: int) -> None:
-    """Run one of these functions in a process that it has killed."""
-    code = f"from tests.safetensors import programs; programs.{function}({str(path)!r}, {seed})"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-
-
-def save_until_killed(path: str, seed: int) -> None:
-    """Save one of two states after the other to a file, until a thread kills the process at a random moment."""
-    save_file(state(2), path)  # the first call makes objects that do not count
-    kill_after(random.Random(seed).uniform(0, 0.15))
-    while True:
-        for number in (1, 2):
-            save_file(state(number), path, {"made": "by a test"})
-
-
-def save_model_until_killed(path: str, seed: int) -> None:
-    """Do so with models in a directory: two of as many files, one of fewer, and one of one file."""
-    save_sharded(state(0), path, LIMITS[0])
-    kill_after(random.Random(seed).uniform(0, 0.3))
-    while True:
-        for number, limit in enumerate(LIMITS):
-            save_sharded(state(number), path, limit)
-
-
-def state(number: int) -> dict[str, Any]:
-    """Return a state in which all elements of all tensors are the same number."""
-    sizes = {"a": 800_000, "b": 3, "c": 900_000, "d": 0, "e": 700_000}
-    return {name: np.full(nbytes, number, "u1") for name, nbytes in sizes.items()}
-
-
-def kill_after(seconds: float) -> None:
-    """Have this process killed."""
-
-    def kill() -> None:
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
 
 
 def save_numpy(path: str) -> bool:

@@ -26,7 +26,6 @@ from tensorferry.safetensors import checksums, saving
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
 from tensorferry.transfer import sidecars
-from tests.safetensors import programs
 from tests.safetensors.files import Tied
 from tests.support import child, mounts
 from tests.support.data import long_name
@@ -348,21 +347,6 @@ def test_a_failing_drive_leaves_the_old_file(faultfs: FaultFS, operation: str) -
     faultfs.clear()
     assert path.read_bytes() == old
     assert files_of(faultfs.path) == {"file"}
-
-
-@pytest.mark.parametrize("seed", range(programs.KILLS))
-def test_a_killed_save_leaves_the_old_file_or_the_new_one(
-    directory: pathlib.Path, seed: int
-) -> None:
-    path = directory / "file"
-    save_file(programs.state(2), path)
-    programs.killed("save_until_killed", path, seed)
-    found = safetensors.numpy.load_file(path)
-    assert found.keys() == programs.state(1).keys()
-    assert len({int(value) for tensor in found.values() for value in np.unique(tensor)}) == 1
-    assert {name for name in files_of(directory) if not name.startswith(".tensorferry-")} == {
-        "file"
-    }
 
 
 def test_a_power_cut_after_a_synced_save_loses_nothing(cut: Cut) -> None:

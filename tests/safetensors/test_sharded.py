@@ -26,7 +26,6 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
 from tensorferry.safetensors.torch import load_file
-from tests.safetensors import programs
 from tests.safetensors.files import (
     Tied,
     assert_readers_agree,
@@ -313,22 +312,6 @@ def test_without_links_one_file_keeps_its_own_name(
     assert files_of(directory) == {INDEX_NAME, name}
     assert_model(directory, state)
     assert_readers_agree(directory, state)
-
-
-@pytest.mark.parametrize("seed", range(programs.KILLS))
-def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
-    programs.killed("save_model_until_killed", directory, seed)
-    found = loaded(directory)
-    assert found.keys() == programs.state(1).keys()
-    assert len({int(value) for tensor in found.values() for value in tensor.unique()}) == 1
-    assert_readers_agree(directory, found)
-    new = random_state(1, 900)
-    save_sharded(new, directory)
-    assert_model(directory, new)
-    # A kill during the removal may leave old files that no index names.
-    own = {name for name in files_of(directory) if name.startswith("model-tf")}
-    assert files_of(directory) - own <= {"model.safetensors", INDEX_NAME, *names_of(3)}
-    assert len(own) <= 1
 
 
 @pytest.mark.parametrize("before", ["1MB", "5GB"], ids=["over several files", "over one file"])

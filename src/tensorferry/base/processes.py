@@ -125,12 +125,14 @@ class LockDescriptors:
         """
         if self._owners.get(descriptor) != os.getpid():
             return
-        with contextlib.suppress(OSError):
-            unlock()
-        self.forget(descriptor)
-        # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        try:
+            with contextlib.suppress(OSError):
+                unlock()
+        finally:
+            self.forget(descriptor)
+            # close() may fail on a remote file system. That loses nothing, because lock files hold no data.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def forget(self, descriptor: int) -> None:
         """Record that a descriptor is no longer locked; the caller closes it."""
@@ -143,6 +145,22 @@ class LockDescriptors:
 
 
 lock_descriptors = LockDescriptors()
+
+
+class LockedFile:
+    """A locked descriptor. :meth:`close` unlocks it, or the deletion of the object if an interrupt ends that early."""
+
+    def __init__(self, descriptor: int, unlock: Callable[[], object]) -> None:
+        self.descriptor, self._unlock = descriptor, unlock
+        lock_descriptors.add(descriptor)
+
+    def close(self) -> None:
+        """Unlock and close the file, once."""
+        if self.descriptor >= 0:
+            lock_descriptors.unlock(self.descriptor, self._unlock)
+            self.descriptor = -1
+
+    __del__ = close
 
 
 _SIGNALS = sorted(map(int, signal.valid_signals()))

@@ -63,15 +63,18 @@ class Folder:
 
     def steps(self) -> list[int]:
         """Return the steps that have checkpoints, in order."""
-        try:
-            paths = list(self.root.iterdir())
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError as error:
-            raise self._is_a_file() from error
-        return sorted(
-            step for path in paths if (step := _step_of(path)) is not None and _is_complete(path)
-        )
+        while True:
+            try:
+                listed = [(_step_of(path), path) for path in self.root.iterdir()]
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError as error:
+                raise self._is_a_file() from error
+            paths = {step: path for step, path in listed if step is not None}
+            complete = {step for step, path in paths.items() if _is_complete(path)}
+            # Another process that has removed a checkpoint meanwhile may have saved a newer one, which is not listed.
+            if all(step in complete or path.exists() for step, path in paths.items()):
+                return sorted(complete)
 
     def begin(self, step: int, *, replace: bool) -> Saver:
         """Clean up after dead saves, and create the folder of a step.

@@ -23,11 +23,6 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # begin, end
         self._taken: dict[Any, tuple[int, int]] = {}
 
-    @property
-    def taken_nbytes(self) -> int:
-        """Return the number of bytes that have owners."""
-        return sum(end - begin for begin, end in self._taken.values())
-
     def take(self, owner: Hashable, nbytes: int, *, stays: bool = False) -> int | None:
         """Take a free range for ``owner``, and return its offset, or None if no free range is long enough.
 
@@ -60,10 +55,6 @@ class Arena:
             index -= 1
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
-
-    def clear(self) -> None:
-        """Free all ranges."""
-        self.__init__(self.nbytes)  # type: ignore[misc]
 
 
 def round_to_pages(nbytes: int) -> int:

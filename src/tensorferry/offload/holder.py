@@ -201,6 +201,7 @@ class Holder:
         self._order = order
         self._last: Item | None = None  # the item that was used last
         self._frontier = 0  # items before this position of the order are in memory or being read
+        self._here: list[Item] = []  # those that have memory
         self._moving: list[Item] = []  # in the order in which their transfers began
         self._needed: set[Item] = set()  # the items of the call in progress
         self._orphans: list[_Place] = []  # places that items have left and that are still used
@@ -351,6 +352,7 @@ class Holder:
                 self._await_another(item)
             self._reap()
         item.place = self._set_range(place, at, item.nbytes)
+        self._here.append(item)
         if item.stored:
             try:
                 item.moving, item.writes = item.read(place.range), False
@@ -377,20 +379,13 @@ class Holder:
         else:
             self._set_range(place, at, memory.nbytes).range.copy_(memory)
         item.place = place
+        self._here.append(item)
 
     def _last_wanted(self) -> Item | None:
         """Return the item with the furthest next use among those that may leave memory, or None if none may."""
-        here = {
-            item
-            for item in self._items
-            if item.place is not None and not item.moving and item not in self._needed
-        }
-        while here:
-            last = max(here, key=self._distance)
-            if not last.is_used:
-                return last
-            here.remove(last)
-        return None
+        may_leave = [each for each in self._here if not each.moving and each not in self._needed]
+        may_leave.sort(key=self._distance, reverse=True)
+        return next((item for item in may_leave if not item.is_used), None)
 
     def _distance(self, item: Item) -> float:
         """Return how many uses precede the next use of an item, as far as that is known; -1 if the item stays."""
@@ -407,6 +402,7 @@ class Holder:
         place, is_used, item.place = item.place, item.is_used, None
         if place is None:
             return
+        self._here.remove(item)
         if is_used:
             self._orphans.append(place)
         else:

@@ -19,7 +19,6 @@ import os
 import pathlib
 import threading
 import time
-import warnings
 import weakref
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -66,9 +65,6 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Path
     from tensorferry.offload.kinds import Kind
 
-# A state with fewer bytes causes no warning about the drive: its steps are so short that waiting does not matter.
-_WARNING_MIN_NBYTES = 64 << 20
-
 # If the whole state is in memory, saving it needs memory for two buckets. It may exceed the budget by this many bytes.
 _MAX_EXCESS_NBYTES = 64 << 20
 
@@ -114,7 +110,6 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._earlier_commits = list(earlier)  # commits of an earlier run, the newest first
         # Whether the next commit keeps the last one: if a kill lets only some ranks commit, all can go back to it.
         self._keeps_previous = False
-        self._warned = False
         self._held: StateInMemory | StateOnDrives | None = None
         self._sweep: Sweep | None = None
         self._steps = 0
@@ -226,7 +221,6 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             self._go_on(sweep)
             # Schedulers that were made with the original optimizer read this to see whether it has stepped.
             vars(self._inner)["_opt_called"] = True
-            self._warn_of_drive()
         return sweep.calls.returned if closure is None else loss
 
     def _begun_step(self) -> Sweep | None:
@@ -651,22 +645,6 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         except BaseException:
             self.param_groups = self._inner.param_groups = kept
             raise
-
-    def _warn_of_drive(self) -> None:
-        state = self._usable()
-        total = sum(bucket.nbytes for bucket in state.buckets)
-        if self._warned or self._steps < 5 or total < _WARNING_MIN_NBYTES:
-            return
-        share = self._waited_seconds / max(self._seconds, 1e-9)
-        if share > 0.5:
-            self._warned = True
-            warnings.warn(
-                f"{share:.0%} of the time in optimizer steps is spent waiting for the drive: the state has {total} "
-                f"bytes, and memory_budget is {self._budget_nbytes} bytes. A larger budget reduces reads and writes; "
-                f"with {total} bytes there are none",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
     # State
 

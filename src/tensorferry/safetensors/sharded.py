@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import absolute_path, decimal_nbytes
 from tensorferry.base.file_locks import lock_directory
-from tensorferry.base.processes import lock_descriptors, when_dropped
+from tensorferry.base.processes import LockedFile, when_dropped
 from tensorferry.errors import StorageError
 from tensorferry.safetensors import index
 from tensorferry.safetensors.errors import SafetensorError
@@ -280,12 +280,13 @@ class Model:
         """Rename files, given by the names that :meth:`add` got, to their final names."""
         own = self._directory.resolve()
         for name, final in names.items():
-            new = self._files.pop(name)
+            new = self._files[name]
             if final != self._first_name(name):
                 new.retarget(final)
             # One sync of the directory, below, covers all names in it. Only the target of a symbolic link, which may be
             # in another directory, needs a separate sync.
             new.commit(sync_names=Path(new.target).parent != own)
+            del self._files[name]
         self._sync_names()
 
     def _place_with_index(
@@ -358,7 +359,7 @@ def _exclusive(directory: Path) -> Iterator[None]:
         Another process holds the lock for too long.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    lock_descriptors.add(descriptor)
+    held = LockedFile(descriptor, lambda: fcntl.flock(descriptor, fcntl.LOCK_UN))
     try:
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while lock_directory(descriptor) is False:
@@ -372,7 +373,7 @@ def _exclusive(directory: Path) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         yield
     finally:
-        lock_descriptors.unlock(descriptor, lambda: fcntl.flock(descriptor, fcntl.LOCK_UN))
+        held.close()
 
 
 def _abort(files: dict[str, Replacement]) -> None:

@@ -18,18 +18,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import time
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import REMOTE, open_lock_file, set_lock
 from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, mount_or_none
-from tensorferry.base.processes import lock_descriptors, when_dropped
+from tensorferry.base.processes import LockedFile, lock_descriptors
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 LOCK_NAME = ".tensorferry.lock"
@@ -69,27 +70,25 @@ class Saver:
 
     def __init__(self, directory: Path, rank: int | None) -> None:
         self._offset, self._nbytes = (0, _RANGE_NBYTES) if rank is None else (rank, 1)
-        self._descriptor: int | None = None
-        self._leave: Callable[[], object] = lambda: None
+        self._held: LockedFile | None = None
         self._path = path = directory / LOCK_NAME
+        reach_all = _reach_all(directory)
         try:
-            self._descriptor = self._enter(path)
+            self._held = self._enter(path)
         except OSError as error:
             # If no save can have a lock, or locks do not reach all machines, no save ever gets exclusive access, so it
             # is safe to continue without a lock. But where other saves can lock, they would not see this save, and
             # would remove its files.
             if isinstance(error, StorageError):
                 raise
-            if error.errno not in _NO_LOCKS and _reach_all(directory):
+            if error.errno not in _NO_LOCKS and reach_all:
                 message = (
                     f"{error.strerror} (opening {path.name}, the lock file by which concurrent saves see "
                     "each other)"
                 )
                 raise StorageError(error.errno, message, str(directory)) from error
-        if self._descriptor is not None:
-            self._leave = when_dropped(self, _leave, self._descriptor, path)
         # Whether all other saves into the directory see the locks; if not, exclusive access is never granted.
-        self.reaches_all = self._descriptor is not None and _reach_all(directory)
+        self.reaches_all = self._held is not None and reach_all
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -125,24 +124,31 @@ class Saver:
 
     def leave(self) -> None:
         """Release all locks; this also happens when the object is freed."""
-        self._descriptor, self.reaches_all = None, False
-        self._leave()
+        self.reaches_all = False
+        if self._held is not None:
+            self._held.close()
 
-    def _enter(self, path: Path) -> int:
-        """Return a descriptor of the lock file with a shared lock on it."""
+    @property
+    def _descriptor(self) -> int | None:
+        """The descriptor of the lock file; None without a lock, and in a forked child."""
+        found = None if self._held is None else self._held.descriptor
+        return found if found in lock_descriptors else None
+
+    def _enter(self, path: Path) -> LockedFile:
+        """Return the lock file with a shared lock on it."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while time.monotonic() < deadline:
             descriptor = open_lock_file(path)
+            held = LockedFile(descriptor, functools.partial(_unlock, descriptor, path))
             try:
                 locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)
                 # The last save to leave may have removed the file between open and lock; if so, try again.
                 if locked and _is_at(descriptor, path):
-                    lock_descriptors.add(descriptor)
-                    return descriptor
+                    return held
             except BaseException:
-                os.close(descriptor)
+                held.close()
                 raise
-            os.close(descriptor)
+            held.close()
             if not locked:
                 time.sleep(_POLL_SECONDS)
         raise CheckpointError(
@@ -153,7 +159,7 @@ class Saver:
 
     def _lock(self, kind: int, where: int) -> bool:
         descriptor = self._descriptor
-        if descriptor is None or descriptor not in lock_descriptors:
+        if descriptor is None:
             return False
         try:
             return set_lock(descriptor, kind, where + self._offset, self._nbytes)
@@ -168,17 +174,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _leave(descriptor: int, path: Path) -> None:
-    def unlock() -> None:
+def _unlock(descriptor: int, path: Path) -> None:
+    set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
+    # The exclusive lock succeeds only for the last save to leave. A save that begins now finds the file removed, and
+    # creates another.
+    if set_lock(descriptor, fcntl.F_WRLCK, 0, 0):
+        if _is_at(descriptor, path):
+            path.unlink()
         set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
-        # The exclusive lock succeeds only for the last save to leave. A save that begins now finds the file removed,
-        # and creates another.
-        if set_lock(descriptor, fcntl.F_WRLCK, 0, 0):
-            if _is_at(descriptor, path):
-                path.unlink()
-            set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
-
-    lock_descriptors.unlock(descriptor, unlock)
 
 
 def _reach_all(directory: Path) -> bool:
