@@ -512,11 +512,13 @@ def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathli
 def test_a_failure_that_nobody_asks_about_is_warned_of(
     faultfs: FaultFS, failing: pathlib.Path
 ) -> None:
-    with tensorferry.open(failing) as file:
-        file.read_into(bytearray(100_000))
-        faultfs.release()
-        with pytest.warns(RuntimeWarning, match="never retrieved"):
-            file.close()
+    def fail() -> None:
+        with tensorferry.open(failing) as file:
+            file.read_into(bytearray(100_000))
+            faultfs.release()
+
+    with pytest.warns(RuntimeWarning, match="never retrieved"):
+        fail()
 
 
 def test_a_warning_that_is_an_error_leaves_the_exception_in_flight(
