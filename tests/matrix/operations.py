@@ -252,6 +252,18 @@ class SaveObject(Operation):
         return versions_in(torch.load(self.path))
 
 
+class ManySmall(SaveObject):
+    """So many small tensors that torch writes and reads the whole archive."""
+
+    def save(self, version: int) -> None:
+        more = [torch.tensor(version) for _ in range(1001)]
+        checkpoint.save({**state(version), "more": more}, self.path)
+
+    def load(self) -> Versions:
+        found = checkpoint.load(self.path)
+        return versions_in(found) | {int(each) for each in found["more"]}
+
+
 class WriteFile(SaveObject):
     """torch.save through our file object."""
 
@@ -411,6 +423,7 @@ OPERATIONS: list[type[Operation]] = [
     Handle,
     Rows,
     SaveObject,
+    ManySmall,
     WriteFile,
     Distributed,
     Asynchronous,
