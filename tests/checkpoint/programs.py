@@ -88,21 +88,6 @@ def save_many_files(path: str, count: int, descriptors: int) -> None:
     save(state, path, single_file_per_rank=False)  # type: ignore[arg-type]
 
 
-def save_object_and_die(path: str, nbytes: int, after_nbytes: int) -> None:
-    """Save an object over the file at path in a child, which the kernel kills after so many bytes."""
-    import multiprocessing
-    import os
-    import signal
-
-    process = multiprocessing.get_context("fork").Process(
-        target=_die_saving, args=(path, nbytes, after_nbytes)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, process.exitcode
-    assert os.path.exists(path)  # noqa: PTH110
-
-
 def _die_saving(path: str, nbytes: int, after_nbytes: int) -> None:
     import os
     import signal

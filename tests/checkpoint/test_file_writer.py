@@ -13,7 +13,7 @@ import torch
 from tensorferry.checkpoint import FileWriter, load, save
 from tests.checkpoint.archives import saved
 from tests.checkpoint.states import assert_same, mixed_state
-from tests.support import child, mounts, warm
+from tests.support import child, mounts
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.ranks import files_of
@@ -128,21 +128,6 @@ def test_places_where_no_file_can_be_are_refused(directory: pathlib.Path) -> Non
         save(1, directory / "missing" / "file")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
-    with mounts.ext4(tmp_path, 32 * MIB) as mount:
-        path = mount / "state.pt"
-        save(mixed_state(), path)
-        before = mounts.free_nbytes(mount)
-        with storage_error(errno.ENOSPC, path):
-            save(torch.ones(16 * MIB), path)
-        with storage_error(errno.ENOSPC, path), FileWriter(path) as file:
-            for _ in range(64):
-                file.write(bytes(MIB))
-        assert files_of(mount) == {"state.pt", "lost+found"}
-        assert_same(load(path), mixed_state())
-        assert mounts.free_nbytes(mount) == before
-
-
 def test_a_disk_with_just_enough_space_is_enough(tmp_path: pathlib.Path) -> None:
     with mounts.ext4(tmp_path, 64 * MIB) as mount:
         count = mounts.free_nbytes(mount) // MIB - 1
@@ -185,24 +170,6 @@ def test_file_systems_without_nameless_files_get_a_temporary_name(faultfs: Fault
         (name,) = files_of(faultfs.path)
         assert name.startswith(".tensorferry-")
     assert files_of(faultfs.path) == {"file"}
-
-
-@pytest.mark.parametrize("after_nbytes", [0, 10 * MIB, 30 * MIB])
-def test_a_killed_save_leaves_the_old_file_and_the_next_one_nothing_else(
-    directory: pathlib.Path, after_nbytes: int
-) -> None:
-    path = directory / "state.pt"
-    save(mixed_state(), path)
-    warm.call(
-        "tests.checkpoint.programs:save_object_and_die",
-        path=path,
-        nbytes=40 * MIB,
-        after_nbytes=after_nbytes,
-    )
-    assert_same(load(path), mixed_state())
-    save(mixed_state(), path)
-    assert_same(load(path), mixed_state())
-    assert files_of(directory) == {"state.pt"}
 
 
 @pytest.mark.parametrize("before", ["nothing", "another file"])

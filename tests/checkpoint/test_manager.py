@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import threading
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from tensorferry.checkpoint.storage.savers import Saver
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
 from tests.checkpoint.steps import Steps
-from tests.support import child, mounts
+from tests.support import child
 from tests.support.child import ROOT
 from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -682,20 +681,6 @@ def test_the_first_save_warns_if_the_drive_is_too_small(small_tmpfs: pathlib.Pat
     checkpoints.save(3, state, wait=True)
 
 
-def test_a_full_disk_fails_the_save_and_costs_no_checkpoint(tmp_path: pathlib.Path) -> None:
-    with mounts.ext4(tmp_path, 32 << 20) as mount:
-        checkpoints = Checkpoints(mount / "run", keep_last=1)
-        checkpoints.save(1, state_of(1))
-        checkpoints.save(2, {"a": torch.ones(16 << 20)})
-        with pytest.raises(OSError, match="No space") as caught:
-            checkpoints.wait()
-        assert caught.value.errno == errno.ENOSPC
-        assert checkpoints.steps() == [1]
-        checkpoints.save(3, state_of(3))
-        checkpoints.close()
-        assert files_of(mount / "run") == {"step_00000003"}
-
-
 def test_what_cannot_be_removed_is_told_and_fails_no_save(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -874,18 +859,6 @@ def test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_counts_and
         found.add(check_folder(root, 3))
         shutil.rmtree(root)
     assert {3, 4} <= found <= {3, 4, 5}
-
-
-def test_killed_at_any_moment(directory: pathlib.Path) -> None:
-    choices, root, newest = random.Random(f"{SEED} moments"), directory / "run", 0
-    save_all(root, newest)
-    for _ in range(8):
-        with started(2, save_steps, str(root), newest + 1, 50, None) as ranks:
-            assert settled(lambda after=newest: (Checkpoints(root).latest() or 0) > after)
-            time.sleep(choices.uniform(0, 0.05))
-            for rank in choices.sample(ranks, 2):
-                rank.kill()
-        newest = check_folder(root, newest + 1) + 1
 
 
 # Several ranks.

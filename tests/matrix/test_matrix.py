@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ import torch
 import tensorferry
 from tensorferry.checkpoint import CheckpointError
 from tests.matrix.operations import OPERATIONS, Distributed, Manager, Operation
-from tests.support import effort
+from tests.support import effort, mounts
 from tests.support.data import SEED
 from tests.support.faultfs import Fault
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -102,7 +103,7 @@ def failed(call: Callable[[], object]) -> str:
     except FAILURES as error:
         message = repr(error)
     except RuntimeError as error:
-        assert "unexpected pos" in str(error)  # noqa: PT017  (torch's own, in place of an interrupt)
+        assert "unexpected pos" in str(error)  # noqa: PT017  (torch's own, in place of the cause)
         message = repr(error)
     else:
         return ""
@@ -268,6 +269,24 @@ def test_a_full_table_of_descriptors(
             failure = failed(lambda: op.save(NEW))
         assert_found(op, failure)
         assert_goes_on(op, failure, expected)
+
+
+@pytest.mark.root
+def test_a_full_disk(new: Any, tmp_path: pathlib.Path, chance: random.Random) -> None:
+    with mounts.ext4(tmp_path, 48 << 20) as mount:
+        expected = files_without_faults(new(mount / "clean"))
+        shutil.rmtree(mount / "clean")
+        for _ in range(TIMES):
+            op = new(mount / "short")
+            free = mounts.free_nbytes(mount)
+            with open(mount / "taken", "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, free - chance.randrange(4096, 1_400_000))
+                failure = failed(lambda: op.save(NEW))
+            (mount / "taken").unlink()
+            assert re.search("^$|28|No space|unexpected pos", failure), failure
+            assert_found(op, failure)
+            assert_goes_on(op, failure, expected)
+            shutil.rmtree(mount / "short")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
 from tensorferry.transfer import sidecars
 from tests.safetensors.files import Tied
-from tests.support import child, mounts
+from tests.support import child
 from tests.support.data import long_name
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
@@ -322,18 +322,6 @@ def test_tensors_that_change_meanwhile_leave_a_sound_file(directory: pathlib.Pat
         thread.join()
     found = safetensors.torch.load_file(directory / "file")
     assert all(bool((tensor == tensor.round()).all()) for tensor in found.values())
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
-    with mounts.ext4(tmp_path, 32 * MIB) as mount:
-        path = mount / "file"
-        save_file({"a": torch.ones(MIB)}, path)
-        before, old = mounts.free_nbytes(mount), path.read_bytes()
-        with storage_error(errno.ENOSPC, path):
-            save_file({"a": torch.ones(16 * MIB)}, path)
-        assert path.read_bytes() == old
-        assert files_of(mount) == {"file", "lost+found"}
-        assert mounts.free_nbytes(mount) == before
 
 
 @pytest.mark.parametrize("operation", ["write", "fsync"])

@@ -34,7 +34,6 @@ from tests.safetensors.files import (
     killed_at,
     loaded,
 )
-from tests.support import mounts
 from tests.support.faultfs import Fault
 from tests.support.leaks import settled
 from tests.support.ranks import files_of
@@ -160,19 +159,6 @@ def test_an_index_that_is_none_is_replaced(directory: pathlib.Path, text: str) -
     state = random_state(1, 900, 900)
     save_sharded(state, directory, "1KB")
     assert_model(directory, state)
-
-
-def test_a_full_disk_leaves_the_old_model(tmp_path: pathlib.Path) -> None:
-    with mounts.ext4(tmp_path, 32 * MIB) as mount:
-        old = random_state(1, MIB, MIB, MIB)
-        save_sharded(old, mount, "2MB")
-        before, files = mounts.free_nbytes(mount), files_of(mount)
-        with pytest.raises(tensorferry.StorageError) as failure:
-            save_sharded(random_state(2, *[9 * MIB] * 3), mount, "10MB")
-        assert failure.value.errno == errno.ENOSPC
-        assert_model(mount, old)
-        assert files_of(mount) == files
-        assert mounts.free_nbytes(mount) == before
 
 
 def damage_index(directory: pathlib.Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,22 +121,6 @@ def test_a_handler_is_served_or_refused(tmp_path, action):
     assert served
     assert all("in the middle" in error for error in refused)
     assert bool(refused) == (action != "delete")
-
-
-def test_ctrl_c_at_many_moments(tmp_path, monkeypatch):
-    # Otherwise the ignored exception keeps its frames alive, because finalizers cannot raise.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    for number in itertools.count(7, STEP):
-        path = tmp_path / str(number)
-        store = begun(path)
-        with At(number, SOURCES, interrupt) as at, contextlib.suppress(KeyboardInterrupt):
-            work(store, path)
-        if "_Lock" not in str(at.happened_in):  # its descriptor is lost
-            gc.collect()
-            assert_sound(store, path)
-        if at.happened_in is None:
-            break
-    assert number > 10 * STEP
 
 
 def test_close_can_be_interrupted_anywhere_and_called_again(tmp_path):
