@@ -172,13 +172,9 @@ def test_requests_that_fail(new: Any, doing: str, faultfs: FaultFS, chance: rand
         expected = None  # on FUSE, where locks may not reach other machines, these do not look for leftovers
     for number in range(TIMES):
         at = chance.randrange(len(places))
-        code = chance.choice([errno.EIO, errno.ENOSPC])
-        fault = Fault(
-            places[at],
-            error=code,
-            times=chance.choice([1, 1, -1]),
-            skip=places[:at].count(places[at]),
-        )
+        how = chance.choice([{"error": errno.EIO}, {"error": errno.ENOSPC}, {"short": 100}])
+        times = 3 if "short" in how else chance.choice([1, 1, -1])
+        fault = Fault(places[at], times=times, skip=places[:at].count(places[at]), **how)
         op = new(faultfs.path / f"faulty-{number}")
         faultfs.order(fault)
         if doing == "save":
