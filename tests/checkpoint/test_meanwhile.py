@@ -2,85 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import os
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 import tensorferry
-from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, FileWriter, save
-from tensorferry.checkpoint import load as load_object
+from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, FileWriter
 from tests.checkpoint.loads import fails
 from tests.checkpoint.states import empty_like, metadata_of, steps_in, telling
-from tests.support import ranks
 from tests.support.forks import assert_exits_with_zero
 from tests.support.ranks import call_on_ranks, files_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.process import BaseProcess
 
-STEPS_SEEN = 4
+def save_step(step: int, path: pathlib.Path) -> None:
+    dcp.save(telling(step), storage_writer=FileSystemWriter(path), no_dist=True)
 
 
-def save_as(form: str, step: int, path: str | pathlib.Path) -> None:
-    if form == "directory":
-        dcp.save(telling(step), storage_writer=FileSystemWriter(path), no_dist=True)
-    else:
-        save(telling(step), path)
-
-
-def replace_without_end(path: str, form: str) -> None:
-    """Save one step after the other in one place."""
-    torch.set_num_threads(1)
-    for step in itertools.count(2):
-        save_as(form, step, path)
-
-
-@contextlib.contextmanager
-def replaced(path: pathlib.Path, form: str) -> Iterator[BaseProcess]:
-    process = ranks.context.Process(target=replace_without_end, args=(str(path), form))
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join()
-
-
-def load(path: pathlib.Path, form: str) -> dict[str, Any]:
-    if form == "file":
-        loaded: dict[str, Any] = load_object(path)
-        return loaded
+def load(path: pathlib.Path) -> dict[str, Any]:
     state = empty_like(telling(0))
     dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
     return state
-
-
-@pytest.mark.parametrize("form", ["directory", "file"])
-def test_loads_beside_saves_that_replace_the_checkpoint_are_of_one_step_or_say_so(
-    directory: pathlib.Path, form: str
-) -> None:
-    path = directory / "checkpoint"
-    save_as(form, 1, path)
-    seen = set()
-    with replaced(path, form) as replacing:
-        while len(seen) < STEPS_SEEN:
-            assert replacing.is_alive()
-            try:
-                steps = steps_in(load(path, form))
-            except dcp.api.CheckpointException as error:
-                if "another save has replaced" not in str(error.failures[0][0]):
-                    raise
-                continue
-            assert len(steps) == 1, steps
-            seen |= steps
 
 
 def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_replaced(
@@ -89,16 +34,16 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
     class Late(FileSystemReader):
         def read_metadata(self, *arguments: Any, **options: Any) -> Any:
             metadata = super().read_metadata(*arguments, **options)
-            save_as("directory", 2, directory)
+            save_step(2, directory)
             return metadata
 
-    save_as("directory", 1, directory)
+    save_step(1, directory)
     (directory / "notes.metadata").write_bytes(b"a user's file")
     state = empty_like(telling(0))
     told = "another save has replaced the checkpoint"
     with fails(tensorferry.StorageError, told, errno=errno.ENOENT):
         dcp.load(state, storage_reader=Late(directory), no_dist=True)
-    assert steps_in(load(directory, "directory")) == {2.0}
+    assert steps_in(load(directory)) == {2.0}
 
 
 def test_a_load_whose_checkpoint_is_replaced_before_it_reads_data_fails(
@@ -106,14 +51,14 @@ def test_a_load_whose_checkpoint_is_replaced_before_it_reads_data_fails(
 ) -> None:
     class Late(FileSystemReader):
         def read_data(self, *arguments: Any) -> Any:
-            save_as("directory", 2, directory)
+            save_step(2, directory)
             return super().read_data(*arguments)
 
-    save_as("directory", 1, directory)
+    save_step(1, directory)
     state = empty_like(telling(0))
     with pytest.raises(dcp.api.CheckpointException, match="another save has replaced"):
         dcp.load(state, storage_reader=Late(directory), no_dist=True)
-    assert steps_in(load(directory, "directory")) == {2.0}
+    assert steps_in(load(directory)) == {2.0}
     places = metadata_of(directory).storage_data.values()
     assert {path.name for path in directory.glob("*.distcp")} == {p.relative_path for p in places}
 
@@ -169,13 +114,13 @@ class Forking(dcp.DefaultSavePlanner):
 def fail_in_a_child(_rank: int, directory: str) -> list[float]:
     """Save, and fail to save in a child that is forked during the save; return the steps in the checkpoint."""
     path, parent = pathlib.Path(directory), os.getpid()
-    save_as("directory", 1, path)
+    save_step(1, path)
     try:
         writer = FileSystemWriter(path)
         dcp.save(telling(2), storage_writer=writer, planner=Forking(), no_dist=True)
     except dcp.api.CheckpointException:
         os._exit(int(os.getpid() == parent))
-    return sorted(steps_in(load(path, "directory")))
+    return sorted(steps_in(load(path)))
 
 
 def test_a_save_that_fails_in_a_forked_child_takes_nothing_from_its_parents(
