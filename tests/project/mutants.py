@@ -859,7 +859,7 @@ MUTANTS = [
         "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
         "file the file holds exactly one",
         "csrc/transfer/write_order.cpp",
-        "    if (after != under_way.end() && after->first < write.end()) return false;\n",
+        "    if (after != under_way.end() && after->first < end) return false;\n",
         "",
         "tests/cpp/write_order_test.cpp::"
         "of two writes of a file the second begins at once just where they do not overlap",
@@ -869,8 +869,8 @@ MUTANTS = [
         "overlapping writes lose nothing outside the overlap, and of two writes of a whole "
         "file the file holds exactly one",
         "csrc/transfer/write_order.cpp",
-        "!is_empty(*write) && !line->second.may_begin(*write)) return false;",
-        "!is_empty(*write) && !line->second.may_begin(*write)) return write != writes.front();",
+        "if (!line->second.may_begin(write->begin(), write->end())) return false;",
+        "if (!line->second.may_begin(write->begin(), write->end())) return write != writes.front();",
         "tests/cpp/write_order_test.cpp::"
         "a write and what cuts its file behind it begin together or not at all",
     ),
