@@ -14,9 +14,9 @@ GPU_PYTHON ?=
 # The interpreters for `make wheel`. Empty: all on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
-# The number of tests that run concurrently, except those marked `alone`. Tests wait a third of the time, mostly for the
+# The number of tests that run concurrently, except those marked `alone`. Tests wait half of the time, mostly for the
 # drive, so the number exceeds the number of cores on small machines.
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 1 : 6)))
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 2 : 6)))
 # The sanitizers for the C++ tests of `make test`: "address;undefined", or empty.
 CPP_SANITIZE ?=
 # For `make mutants`: names of mutants in tests/project/mutants.py. Empty: all.
