@@ -136,7 +136,7 @@ def assert_goes_on(op: Operation, failure: str, expected: list[str] | None) -> N
     op.close()
     assert op.found() == {NEXT}
     gc.collect()
-    # An interrupt may come between open() and the assignment of its result, and then nothing closes or unlocks the file.
+    # An interrupt may come between open() and the assignment of its result: then nothing closes or unlocks the file.
     if "KeyboardInterrupt" not in failure:
         assert expected in (None, files_in(op.folder)), failure
         assert settled(lambda: not any(str(op.folder) in each for each in descriptors()))
@@ -319,5 +319,5 @@ def test_replaced_while_it_is_loaded(
             failure = failed(lambda: loaded.append(op.load()))
         assert failure or loaded in ([{OLD}], [{NEW}]), (loaded, at.happened_in)
         other.close()
-        assert op.load() == {NEW}
+        assert op.load() == {NEW if at.happened_in else OLD}  # this load may have had fewer moments
         assert_goes_on(op, failure, expected)
