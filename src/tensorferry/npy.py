@@ -13,7 +13,6 @@ import contextlib
 import io
 import math
 import struct
-import sys
 import zipfile
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,7 @@ from tensorferry.base.reprs import safe_repr
 from tensorferry.safetensors.frameworks import framework_of
 from tensorferry.safetensors.parts import Files, Part, load
 from tensorferry.safetensors.slicing import select
-from tensorferry.transfer.python_files import reopen_python_file
+from tensorferry.transfer.python_files import open_zip, reopen_python_file
 from tensorferry.transfer.remote import source_path
 from tensorferry.transfer.versioned import VersionedFile
 
@@ -282,7 +281,7 @@ class Array:
         with (
             _format_errors(self._owner.path, name),
             self._owner._stream() as stream,
-            zipfile.ZipFile(stream) as archive,
+            open_zip(stream) as archive,
             archive.open(name + SUFFIX) as member,
         ):
             array: np.ndarray[Any, Any] = npy_format.read_array(member, allow_pickle=False)
@@ -311,7 +310,7 @@ def _stored_arrays(stream: IO[bytes], file_nbytes: int) -> Iterator[tuple[str, S
         return
     if not magic.startswith(b"PK"):
         raise ValueError("not a .npy or .npz file, or its beginning is damaged")
-    with zipfile.ZipFile(stream) as archive:
+    with open_zip(stream) as archive:
         for info in archive.infolist():
             name = info.filename.removesuffix(SUFFIX)
             try:
@@ -391,15 +390,11 @@ def _stored_array(
 @contextlib.contextmanager
 def _format_errors(path: str, name: str | None = None) -> Iterator[None]:
     """Raise the exceptions of NumPy and zipfile for a damaged file as FormatError."""
-    handled = sys.exc_info()[1]
     try:
         yield
     except (FormatError, MemoryError):
         raise
     except (ValueError, zipfile.BadZipFile, RuntimeError) as error:
-        # zipfile reports an error of the drive as "not a zip file".
-        if isinstance(error.__context__, OSError) and error.__context__ is not handled:
-            raise error.__context__ from None
         # zipfile raises RuntimeError if a password is needed or the compression method is not supported.
         raise FormatError(str(error), path, name) from None
     except Exception as error:

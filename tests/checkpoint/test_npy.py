@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,13 @@ from tensorferry import _core
 from tensorferry.npy import FormatError, NumpyFile
 from tests.checkpoint.damage import flip
 from tests.support.effort import examples
+from tests.support.faultfs import Fault
 from tests.support.leaks import descriptors, settled
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tests.support.faultfs import FaultFS
 
 RECORD = np.dtype([("name", "S5"), ("at", ">f8", (2,)), ("ok", "?")])
 DTYPES = ("<f4", ">f8", "<i2", "?", "<c16", "S7", "<U3", "M8[ns]", "V3", RECORD)
@@ -322,3 +326,20 @@ def test_a_refused_file_is_closed(tmp_path: pathlib.Path) -> None:
         NumpyFile(path)
     assert settled(lambda: str(path) not in descriptors())
     assert caught.traceback  # it keeps the local variables of NumpyFile() alive
+
+
+@pytest.mark.parametrize("kind", ["stored", "compressed"])
+def test_a_read_that_fails_once_is_not_called_damage(faultfs: FaultFS, kind: str) -> None:
+    path = saved(faultfs.path, kind)
+
+    def first() -> Any:
+        with NumpyFile(path) as file:
+            return file["b.c"][:]
+
+    faultfs.order()
+    first()
+    for skipped in range(len(faultfs.requests("read"))):
+        faultfs.order(Fault("read", error=errno.EIO, times=1, skip=skipped))
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            first()
+        assert caught.value.errno == errno.EIO

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import os
+import sys
+import zipfile
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from tensorferry.base.checks import is_url
@@ -102,6 +104,17 @@ def reopen_python_file(file: File, *, buffered: bool = False) -> BinaryIO:
 def _open_object_stream(file: File, buffered: bool) -> BinaryIO:
     stream = ObjectStream(file)
     return cast("BinaryIO", io.BufferedReader(stream, _BUFFER_NBYTES) if buffered else stream)
+
+
+def open_zip(file: Any) -> zipfile.ZipFile:
+    """Open a zip archive. An error of the drive, which zipfile reports as "not a zip file", is raised as such."""
+    handled = sys.exc_info()[1]
+    try:
+        return zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        if isinstance(error.__context__, OSError) and error.__context__ is not handled:
+            raise error.__context__ from None
+        raise
 
 
 def reader_and_size(file: Any) -> tuple[Callable[[int, int], bytes], int]:

@@ -119,7 +119,7 @@ class ArchiveDirectory:
     def check_all(self) -> None:
         """Verify all records, however they are stored."""
         try:
-            archive = zipfile.ZipFile(self._file)
+            archive = python_files.open_zip(self._file)
         except _DAMAGE as error:
             raise CheckpointError(f"damaged or cut short: {error}", self.path) from error
         self._check_names(archive.namelist())
