@@ -135,6 +135,7 @@ def reader_lock(owner: object, directory: str | os.PathLike[str], name: str) -> 
 
 def _open_all(directory: str | os.PathLike[str], name: str, access: int) -> list[int]:
     """Return the descriptors to lock: the directory's, and on a file system in REMOTE that of its file ``name``."""
+    # This comes first, because an interrupt in it would leave the descriptor open.
     mount = mount_or_none(Path(directory))
     found = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     if mount is not None and mount["type"] in REMOTE:

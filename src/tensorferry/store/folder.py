@@ -18,7 +18,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import is_locked, open_lock_file, set_lock
-from tensorferry.base.processes import lock_descriptors, when_dropped
+from tensorferry.base.processes import LockedFile, when_dropped
 from tensorferry.errors import StorageError
 from tensorferry.transfer.publication import (
     OWN_FILES,
@@ -53,8 +53,7 @@ class Folder:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.inner = f"{OWN_FILES}/{self.descriptor}"
         self._closing = when_dropped(self, os.close, self.descriptor)
-        self._lock = -1
-        self._unlocking = self._closing
+        self._lock: LockedFile | None = None
 
     def join(self, name: str) -> str:
         """Return the path of a file, for messages."""
@@ -121,6 +120,7 @@ class Folder:
         """
         with storage_errors(self.join(LOCK_NAME), "locking the directory of a store"):
             descriptor = open_lock_file(f"{self.inner}/{LOCK_NAME}")
+            lock = LockedFile(descriptor, lambda: set_lock(descriptor, fcntl.F_UNLCK))
             try:
                 if not set_lock(descriptor, fcntl.F_WRLCK):
                     raise self._busy(_holder(descriptor)[0], "writes into this directory")
@@ -128,19 +128,14 @@ class Folder:
                 content = json.dumps({"process": os.getpid(), "run": run}).ljust(_LOCK_NBYTES)
                 os.pwrite(descriptor, content.encode(), 0)
             except BaseException:
-                os.close(descriptor)
+                lock.close()
                 raise
-        lock_descriptors.add(descriptor)
-        self._lock = descriptor
-        self._unlocking = when_dropped(self, _unlock, descriptor)
+        self._lock = lock
 
     def release(self) -> None:
         """Release the lock, and close the directory."""
-        # A finalizer runs only once. If Ctrl-C interrupts the unlock, the finalizer must remain for another attempt, so
-        # this calls the function directly and detaches the finalizer afterwards.
-        if self._lock >= 0:
-            _unlock(self._lock)
-            self._unlocking.detach()
+        if self._lock is not None:
+            self._lock.close()
         self._closing()
 
     def check_no_writer(self, run: str) -> None:
@@ -179,7 +174,3 @@ def _holder(descriptor: int) -> tuple[int | None, str]:
         return int(content["process"]), str(content["run"])
     except (ValueError, TypeError, KeyError, OSError):
         return None, ""
-
-
-def _unlock(descriptor: int) -> None:
-    lock_descriptors.unlock(descriptor, lambda: set_lock(descriptor, fcntl.F_UNLCK))
