@@ -284,7 +284,6 @@ class TensorStore(Owned):
         sums = _core.Checksums(CHUNK_NBYTES, False, (), False) if self._checksums else None
         with transfers.named(f"writing tensor {name!r}"):
             piece = self._allocate(memory[1], self._directories)
-            piece.segment.directory.changed_nbytes += piece.nbytes
             file = piece.segment.open()
             request = transfers.submit(file, piece, memory, future, sums, write=True)
         future._start(request, lambda: transfers.moved(memory, file.path, piece.offset))
@@ -300,7 +299,10 @@ class TensorStore(Owned):
         """Note a write, unless another one of this tensor is in progress."""
         with self._lock:
             self._check_open()
-            return self._writing.setdefault(name, write) is write
+            if self._writing.setdefault(name, write) is not write:
+                return False
+            write.piece.segment.directory.changed_nbytes += write.piece.nbytes
+            return True
 
     def read(self, name: str, out: Any = None) -> Future[Any]:
         """Begin to read the tensor that is stored under a name. If it is being written, first wait for the write.
