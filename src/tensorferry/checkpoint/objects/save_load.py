@@ -220,7 +220,7 @@ def load(
 
 
 def _load_by_skeleton(directory: ArchiveDirectory, options: dict[str, Any]) -> Any:
-    with _skeleton(directory) as skeleton:
+    with contextlib.closing(_skeleton_of(directory)) as skeleton:
         if not directory.payloads:
             # Without weights_only, code of the user may run, for any time.
             paused = collection_paused() if options["weights_only"] else contextlib.nullcontext()
@@ -289,17 +289,12 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
     return archive, [storages[key] for key in archive.payload_keys]
 
 
-@contextlib.contextmanager
-def _skeleton(directory: ArchiveDirectory) -> Iterator[Skeleton]:
+def _skeleton_of(directory: ArchiveDirectory) -> Skeleton:
     marks = [(record.name, record.nbytes, k) for k, record in enumerate(directory.payloads)]
     # Leave out the record with the format version: if it exists, torch may compute the offsets of records rather than
     # look them up. The computed offsets would be wrong, because payloads are not complete in the skeleton.
     contents = [one for one in directory.contents if not one[0].endswith("/.format_version")]
-    skeleton = Skeleton([*contents, *marks])
-    try:
-        yield skeleton
-    finally:
-        skeleton.close()
+    return Skeleton([*contents, *marks])
 
 
 class _Loading:
