@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 
 import safetensors
 import tensorferry
-import tensorferry.safetensors.numpy
 import tensorferry.safetensors.torch
 from tensorferry import checkpoint
 from tensorferry.safetensors import load_files, safe_open, save_sharded
@@ -45,6 +44,10 @@ def empty() -> dict[str, Any]:
     return {name: torch.full((count,), -1.0) for name, count in SIZES.items()}
 
 
+def empty_arrays() -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in empty().items()}
+
+
 def versions_in(found: dict[str, Any]) -> Versions:
     """Return the versions of the tensors or arrays; None for one that is of no version."""
     return {version_of(name, found.get(name)) for name in SIZES}
@@ -72,6 +75,8 @@ class Operation:
     keeps_parts: ClassVar[bool] = True
     #: And all parts are of the same version.
     keeps_all: ClassVar[bool] = True
+    #: Its file has to be opened again after a sync that failed.
+    is_reopened: ClassVar[bool] = False
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -90,9 +95,6 @@ class Operation:
     def close(self) -> None:
         pass
 
-    def reopened(self) -> Operation:
-        raise AssertionError("the next operation failed")
-
 
 class Write(Operation):
     keeps_parts = keeps_all = False
@@ -101,7 +103,7 @@ class Write(Operation):
         tensorferry.write(self.path, list(arrays(version).values()), sync=True)
 
     def load(self) -> Versions:
-        into = {name: np.full(count, -1, np.float32) for name, count in SIZES.items()}
+        into = empty_arrays()
         tensorferry.read(self.path, list(into.values()))
         return versions_in(into)
 
@@ -132,7 +134,7 @@ class WriteMany(Operation):
         tensorferry.write_many(items, atomic=self.atomic, sync=True)
 
     def load(self) -> Versions:
-        into = {name: np.full(count, -1, np.float32) for name, count in SIZES.items()}
+        into = empty_arrays()
         tensorferry.read_many([(self.paths[name], array) for name, array in into.items()])
         return versions_in(into)
 
@@ -150,6 +152,8 @@ class WriteManyAtomic(WriteMany):
 class OpenFile(Write):
     """A file that stays open, and futures."""
 
+    is_reopened = True
+
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
         self.path.touch()
@@ -162,16 +166,12 @@ class OpenFile(Write):
         self.file.sync()
 
     def load(self) -> Versions:
-        into = {name: np.full(count, -1, np.float32) for name, count in SIZES.items()}
+        into = empty_arrays()
         self.file.read(list(into.values()))
         return versions_in(into)
 
     def close(self) -> None:
         self.file.close()
-
-    def reopened(self) -> Operation:
-        self.close()
-        return type(self)(self.folder)
 
 
 class Stream(OpenFile):
@@ -200,7 +200,7 @@ class Handle(Write):
             self.handle.wait()
 
     def load(self) -> Versions:
-        into, offset = {name: np.full(count, -1, np.float32) for name, count in SIZES.items()}, 0
+        into, offset = empty_arrays(), 0
         for array in into.values():
             self.handle.sync_pread(array, self.path, offset)
             offset += array.nbytes
@@ -214,6 +214,7 @@ class Rows(Operation):
     """Rows of a table, which stays open."""
 
     keeps_parts = keeps_all = False
+    is_reopened = True
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
@@ -235,10 +236,6 @@ class Rows(Operation):
 
     def close(self) -> None:
         self.table.close()
-
-    def reopened(self) -> Operation:
-        self.close()
-        return type(self)(self.folder)
 
 
 class SaveObject(Operation):
@@ -397,7 +394,7 @@ class Store(Operation):
         self.store.commit(sync=True)
 
     def load(self, store: TensorStore | None = None) -> Versions:
-        into = {name: np.full(count, -1, np.float32) for name, count in SIZES.items()}
+        into = empty_arrays()
         for name, array in into.items():
             (store or self.store).read(name, array).result()
         return versions_in(into)

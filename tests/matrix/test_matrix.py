@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import random
@@ -129,7 +130,9 @@ def assert_goes_on(op: Operation, failure: str, expected: list[str] | None) -> N
         # The kernel reports a failed sync once, so what was written before may be lost: the file has to be reopened.
         if "sync" not in failure or "an earlier sync failed: reopen the file" not in str(error):
             raise
-        op = op.reopened()
+        assert op.is_reopened
+        op.close()
+        op = type(op)(op.folder)
         op.save(NEXT)
     assert op.load() == {NEXT}
     assert op.found() == {NEXT}
@@ -140,6 +143,27 @@ def assert_goes_on(op: Operation, failure: str, expected: list[str] | None) -> N
     if "KeyboardInterrupt" not in failure:
         assert expected in (None, files_in(op.folder)), failure
         assert settled(lambda: not any(str(op.folder) in each for each in descriptors()))
+
+
+def failure_of(op: Operation, doing: str, fault: contextlib.AbstractContextManager[object]) -> str:
+    """Save the new version, or load the old one, while there is a fault; then see what is there."""
+    loaded: list[Any] = []
+    act = (lambda: op.save(NEW)) if doing == "save" else (lambda: loaded.append(op.load()))
+    with fault:
+        failure = failed(act)
+    if doing == "save":
+        assert_found(op, failure)
+    else:
+        assert failure or loaded == [{OLD}], loaded
+        assert op.load() == {OLD}, failure
+    return failure
+
+
+@contextlib.contextmanager
+def ordered(faultfs: FaultFS, fault: Fault) -> Iterator[None]:
+    faultfs.order(fault)
+    yield
+    faultfs.clear()
 
 
 @pytest.fixture
@@ -163,9 +187,8 @@ def files_without_faults(op: Operation) -> list[str]:
 @pytest.mark.parametrize("doing", ["save", "load"])
 def test_requests_that_fail(new: Any, doing: str, faultfs: FaultFS, chance: random.Random) -> None:
     op = new(faultfs.path / "clean")
-    act = (lambda of: of.save(NEW)) if doing == "save" else (lambda of: of.load())
     faultfs.order()
-    act(op)
+    op.save(NEW) if doing == "save" else op.load()
     places = [each.op for each in faultfs.requests() if each.op in REQUESTS]
     expected = files_without_faults(op)
     if isinstance(op, Distributed | Manager):
@@ -176,34 +199,17 @@ def test_requests_that_fail(new: Any, doing: str, faultfs: FaultFS, chance: rand
         times = 3 if "short" in how else chance.choice([1, 1, -1])
         fault = Fault(places[at], times=times, skip=places[:at].count(places[at]), **how)
         op = new(faultfs.path / f"faulty-{number}")
-        faultfs.order(fault)
-        if doing == "save":
-            failure = failed(lambda: act(op))
-            faultfs.clear()
-            assert_found(op, failure)
-        else:
-            loaded: list[Any] = []
-            failure = failed(lambda: loaded.append(op.load()))
-            faultfs.clear()
-            assert failure or loaded == [{OLD}], (loaded, fault)
-            assert op.load() == {OLD}, (failure, fault)
+        failure = failure_of(op, doing, ordered(faultfs, fault))
         assert_goes_on(op, failure, expected)
 
 
 @pytest.mark.parametrize("doing", ["save", "load"])
 def test_interrupts(new: Any, doing: str, directory: pathlib.Path, chance: random.Random) -> None:
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-
     expected, count = clean(new, directory, doing)
     for number in range(TIMES):
         op = new(directory / f"interrupted-{number}")
-        with At(chance.randint(1, count), SOURCES, interrupt) as at:
-            failure = failed(lambda: op.save(NEW)) if doing == "save" else failed(op.load)
-        if doing == "save":
-            assert_found(op, failure)
-        else:
-            assert op.load() == {OLD}, at.happened_in
+        interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+        failure = failure_of(op, doing, At(chance.randint(1, count), SOURCES, interrupt))
         assert_goes_on(op, failure, expected)
 
 
@@ -258,12 +264,10 @@ def test_kills(
 def test_a_full_table_of_descriptors(
     new: Any, directory: pathlib.Path, chance: random.Random
 ) -> None:
-    expected, _ = clean(new, directory, "save")
+    expected = files_without_faults(new(directory / "clean"))
     for number in range(TIMES):
         op = new(directory / f"short-{number}")
-        with few_descriptors(chance.randint(0, 6)):
-            failure = failed(lambda: op.save(NEW))
-        assert_found(op, failure)
+        failure = failure_of(op, "save", few_descriptors(chance.randint(0, 6)))
         assert_goes_on(op, failure, expected)
 
 
